@@ -29,6 +29,10 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
         help="chat template: a name (simple, chatml, vicuna-1.1, ...), a file, or its text",
     )
     parser.add_argument(
+        "--continue-final-message", action="store_true", default=None,
+        help="continue the last message of --messages instead of answering it",
+    )  # fmt: skip
+    parser.add_argument(
         "--parse-special", action="store_true", help="parse special tokens in the text"
     )
 
@@ -37,11 +41,11 @@ def is_chat(arguments: argparse.Namespace) -> bool:
     """Return True with --chat; refuse its options without it."""
     given = [
         option
-        for option in ("system", "messages", "template")
+        for option in ("system", "messages", "template", "continue_final_message")
         if getattr(arguments, option) is not None
     ]
     if given and not arguments.chat:
-        raise UsageError(f"--{given[0]} needs --chat")
+        raise UsageError(f"--{given[0].replace('_', '-')} needs --chat")
     return bool(arguments.chat)
 
 
@@ -52,8 +56,9 @@ def chat_ids(tokenizer: Tokenizer, arguments: argparse.Namespace, text: str | No
     return encode_chat(
         tokenizer,
         _messages(arguments, text),
-        _template(arguments.template),
+        read_chat_template(arguments.template),
         parse_special=arguments.parse_special,
+        continue_final_message=bool(arguments.continue_final_message),
     )
 
 
@@ -73,7 +78,7 @@ def _messages(arguments: argparse.Namespace, text: str | None) -> list[dict[str,
     return messages
 
 
-def _template(given: str | None) -> str | None:
+def read_chat_template(given: str | None) -> str | None:
     """Return the text of a template file, or else the given name or text."""
     if given is None or "{" in given or not Path(given).is_file():
         return given

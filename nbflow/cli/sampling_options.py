@@ -96,11 +96,15 @@ def load_draft(arguments: argparse.Namespace) -> Iterator[LLM | str | None]:
 
 
 def request_values(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the given options for `LLM.make_request`; greedy without sampling parameters."""
-    values = decoding_values(arguments)
-    if "decoding" not in values:
-        values["decoding"] = "auto" if set(values) - CONSTRAINTS - _FREE else "greedy"
+    """Return the given options for `LLM.make_request`."""
+    values = with_decoding(decoding_values(arguments))
     return {**values, "n_draft": arguments.n_draft, "draft_verify": arguments.draft_verify}
+
+
+def with_decoding(values: dict[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters with a strategy; greedy if none of them implies another."""
+    implied = "auto" if set(values) - CONSTRAINTS - _FREE - {"max_tokens"} else "greedy"
+    return {"decoding": implied, **values}
 
 
 def decoding_values(arguments: argparse.Namespace) -> dict[str, Any]:

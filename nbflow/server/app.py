@@ -10,10 +10,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import nbflow
-from nbflow.server.errors import ErrorBody, add_handlers
+from nbflow.server.errors import ErrorBody, ProtocolRouter, add_handlers
 from nbflow.server.middleware import (
     AuthAndLimitMiddleware,
     BodyLimitMiddleware,
+    CommandLineClientMiddleware,
     RequestLogMiddleware,
 )
 from nbflow.server.routes import (
@@ -36,7 +37,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         401: "Missing or unknown API key.",
         404: "Unknown model.",
         413: "Body too long.",
-        415: "Body is not JSON.",
+        415: "Content type is not JSON's.",
         429: "Too many requests; retry after Retry-After.",
         500: "Internal error.",
         503: "Server is stopping.",
@@ -44,7 +45,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(state: ServerState, extra_routers: Sequence[APIRouter] = ()) -> FastAPI:
+def make_app(state: ServerState, extra_routers: Sequence[ProtocolRouter] = ()) -> FastAPI:
     """Return the application with its routes; `with_middleware` adds keys and limits."""
     app = FastAPI(
         title="nbflow",
@@ -55,6 +56,7 @@ def make_app(state: ServerState, extra_routers: Sequence[APIRouter] = ()) -> Fas
         responses=_ERRORS,
     )
     app.state.server = state
+    state.protocols = extra_routers
     add_handlers(app)
     openai = APIRouter()
     for module in (chat, completions, embeddings, models_list, fill_mask, classify):
@@ -74,9 +76,7 @@ def with_middleware(app: FastAPI, state: ServerState, digests: list[bytes]) -> A
 
     `digests` are the SHA-256 of the API keys; empty to accept every client.
     """
-    inner: ASGIApp = AuthAndLimitMiddleware(
-        BodyLimitMiddleware(app, state.config.limits), state, digests
-    )
+    inner: ASGIApp = AuthAndLimitMiddleware(BodyLimitMiddleware(app, state), state, digests)
     if state.config.cors.origins:
         inner = CORSMiddleware(
             inner,
@@ -85,7 +85,7 @@ def with_middleware(app: FastAPI, state: ServerState, digests: list[bytes]) -> A
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    return RequestLogMiddleware(inner, state)
+    return CommandLineClientMiddleware(RequestLogMiddleware(inner, state))
 
 
 def _without_422(app: FastAPI) -> None:

@@ -217,6 +217,9 @@ class ServerConfig(Section):
     """Generate a few tokens with each model before accepting requests, to compile its kernels."""
     page: bool = True
     """Serve the chat page at ``/``."""
+    strict_model_names: bool = False
+    """Refuse unknown model names (404) also where one model is served, which otherwise answers to
+    every name."""
     request_templates: bool = False
     """Allow requests to bring their own chat template (run in a sandbox)."""
     auth: Auth = Auth()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
@@ -84,6 +84,18 @@ class ApiError(Exception):
         return json_response(self.body(), self.status, self.headers)
 
 
+class ProtocolRouter(APIRouter):
+    """Routes of another protocol, with error responses of its own."""
+
+    def answers(self, path: str) -> bool:
+        """Return True for a path of the protocol."""
+        raise NotImplementedError
+
+    def refusal(self, error: ApiError) -> Response:
+        """Return the response of an error."""
+        raise NotImplementedError
+
+
 def json_response(
     body: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
@@ -107,17 +119,23 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _crash)
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
+def _respond(request: Request, error: ApiError) -> Response:
+    """Return the response of an error in the protocol of the request's path."""
+    response: Response = request.app.state.server.refusal(request.url.path, error)
+    return response
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return _respond(request, error)
 
 
-async def _usage_error(_: Request, error: Exception) -> Response:
-    return ApiError(400, str(error)).response()
+async def _usage_error(request: Request, error: Exception) -> Response:
+    return _respond(request, ApiError(400, str(error)))
 
 
-async def _missing_extra(_: Request, error: Exception) -> Response:
-    return ApiError(501, str(error), code="missing_extra").response()
+async def _missing_extra(request: Request, error: Exception) -> Response:
+    return _respond(request, ApiError(501, str(error), code="missing_extra"))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -133,7 +151,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message = str(error.detail)
     answer = ApiError(error.status_code, message)
     answer.headers |= dict(error.headers or {})
-    return answer.response()
+    return _respond(request, answer)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
@@ -142,13 +160,14 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         shown = f", got {kind!r:.80}" if kind else ""
-        return ApiError(415, f"Content-Type must be application/json{shown}").response()
+        return _respond(request, ApiError(415, f"Content-Type must be application/json{shown}"))
     found: ErrorDetails = error.errors()[0]
     if found["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {found['ctx']['error']}").response()
+        message = f"the body is not valid JSON: {found['ctx']['error']}"
+        return _respond(request, ApiError(400, message))
     path = [part for part in found["loc"] if part != "body"]
     message, param = _words(found, path)
-    return ApiError(400, message, param=param).response()
+    return _respond(request, ApiError(400, message, param=param))
 
 
 def _words(found: ErrorDetails, path: list[int | str]) -> tuple[str, str | None]:
@@ -176,4 +195,5 @@ async def _gone(_: Request, __: Exception) -> Response:
 async def _crash(request: Request, error: Exception) -> Response:
     """Answer an unexpected exception; the log has the traceback."""
     logger.error("internal error", exc_info=error, extra={"path": request.url.path})
-    return ApiError(500, "internal error; the server's log has it", code="internal").response()
+    answer = ApiError(500, "internal error; the server's log has it", code="internal")
+    return _respond(request, answer)

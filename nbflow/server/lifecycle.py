@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
-from fastapi import APIRouter
 
 import nbflow
 from nbflow.distributed import Comm, SelfComm, world
@@ -23,6 +22,7 @@ from nbflow.engine.speculative.config import check_draft
 from nbflow.server.app import make_app, with_middleware
 from nbflow.server.checks import check_served
 from nbflow.server.config import ModelOptions, ServerConfig
+from nbflow.server.errors import ProtocolRouter
 from nbflow.server.logs import logger, set_up
 from nbflow.server.served_model import Models, ServedModel
 from nbflow.server.signals import listen_to_signals
@@ -43,7 +43,7 @@ _MAX_HEADER_BYTES = 64 * 1024
 """Maximum size of the request line and headers."""
 
 
-def serve(config: ServerConfig, extra_routers: Sequence[APIRouter] = ()) -> int:
+def serve(config: ServerConfig, extra_routers: Sequence[ProtocolRouter] = ()) -> int:
     """Serve until SIGTERM or SIGINT; return the exit code.
 
     Under mpirun every rank calls it.  Rank 0 accepts requests; the others execute its steps.
@@ -67,7 +67,8 @@ def serve(config: ServerConfig, extra_routers: Sequence[APIRouter] = ()) -> int:
         return 0
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
-        models = Models([stack.enter_context(_served(n, config)) for n in config.models])
+        loaded = [stack.enter_context(_served(n, config)) for n in config.models]
+        models = Models(loaded, config.strict_model_names)
         _freeze_gc()
         listener.listen(config.limits.connections)  # before the line below announces the URL
         stop_fd = listen_to_signals()
@@ -249,7 +250,7 @@ async def _run(
     digests: list[bytes],
     listener: socket.socket,
     stop_fd: int,
-    extra_routers: Sequence[APIRouter],
+    extra_routers: Sequence[ProtocolRouter],
 ) -> int:
     """Serve until a signal, then drain; return the number of worker threads still running.
 

@@ -1,7 +1,8 @@
 """ASGI middleware: request id and log, authentication, concurrency limit, body limits.
 
-From the outside in: `RequestLogMiddleware` (id, log, errors, slow readers), CORS,
-`AuthAndLimitMiddleware` (draining, keys, concurrent requests), `BodyLimitMiddleware` (size, time).
+From the outside in: `CommandLineClientMiddleware` (what curl leaves out), `RequestLogMiddleware`
+(id, log, errors, slow readers), CORS, `AuthAndLimitMiddleware` (draining, keys, concurrent
+requests), `BodyLimitMiddleware` (size, time).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nbflow.server.config import Limits
 from nbflow.server.errors import ApiError, busy
 from nbflow.server.logs import logger, request_id
 from nbflow.server.state import ServerState
@@ -27,11 +27,40 @@ from nbflow.server.state import ServerState
 _OPEN = frozenset({"/", "/health", "/ready", "/favicon.ico"})
 """Paths without authentication: they are cheap and disclose nothing."""
 _OPEN_FOLDER = "/page/"
+_WITH_BODY = frozenset({"POST", "PUT"})
+_UNSTATED = frozenset({"", "application/x-www-form-urlencoded", "text/plain"})
+"""Content types of clients that do not state one."""
+_OF_BROWSERS = (b"origin", b"referer", b"sec-fetch-site")
+"""Headers of which a browser sends one with every POST of a page of another origin."""
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LINGER_BYTES = 256 * 2**20
 _LINGER_S = 20.0
 _SILENCE_S = 2.0
 """Bounds on draining a refused body: its size, its total time, and a pause within it."""
+
+
+class CommandLineClientMiddleware:
+    """Accept what curl sends: a method in lower case, and JSON without its content type.
+
+    ``curl -d`` states ``application/x-www-form-urlencoded``.  A web page could send that, and
+    ``text/plain``, to any server without a preflight request, so the type is only overlooked in
+    requests without the headers that browsers add.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] == "http":
+            method = scope["method"].upper()
+            scope = {**scope, "method": method}
+            of_browser = any(_header(scope, name) for name in _OF_BROWSERS)
+            kind = _header(scope, b"content-type").partition(";")[0].strip().lower()
+            if method in _WITH_BODY and kind in _UNSTATED and not of_browser:
+                others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
+                scope["headers"] = [*others, (b"content-type", b"application/json")]
+        await self._app(scope, receive, send)
 
 
 class RequestLogMiddleware:
@@ -77,7 +106,7 @@ class RequestLogMiddleware:
             if status:
                 raise  # the response has started: close the connection
             answer = ApiError(500, "internal error; the server's log has it", code="internal")
-            await answer.response()(scope, receive, named)
+            await self._state.refusal(scope["path"], answer)(scope, receive, named)
         finally:
             self._note(scope, status or 499, time.monotonic() - started)
 
@@ -86,7 +115,7 @@ class RequestLogMiddleware:
         route = scope.get("route")
         path = getattr(route, "path", "other")  # bounds the number of labels
         self._state.metrics.http.labels(path, str(status)).inc()
-        level = "info" if scope["method"] == "POST" or status >= 400 else "debug"
+        level = "info" if scope["method"] in _WITH_BODY or status >= 400 else "debug"
         getattr(logger, level)(
             "request",
             extra={
@@ -110,9 +139,9 @@ class AuthAndLimitMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        slots = self._state.slots
+        state, slots = self._state, self._state.slots
         refusal = self._refusal(scope)
-        if refusal is None and scope["method"] != "POST":
+        if refusal is None and scope["method"] not in _WITH_BODY:
             await self._app(scope, receive, send)
             return
         if refusal is None and not await slots.acquire():
@@ -120,11 +149,11 @@ class AuthAndLimitMiddleware:
                 f"{slots.n_slots} requests are in flight, the limit (limits.requests); retry later"
             )
         if refusal is not None:
-            await refusal.response()(scope, receive, send)
+            await state.refusal(scope["path"], refusal)(scope, receive, send)
             return
         try:
             refusal = self._closed()  # the server may have begun to drain meanwhile
-            answer = self._app if refusal is None else refusal.response()
+            answer = self._app if refusal is None else state.refusal(scope["path"], refusal)
             await answer(scope, receive, send)
         finally:
             slots.release()
@@ -132,12 +161,13 @@ class AuthAndLimitMiddleware:
     def _refusal(self, scope: Scope) -> ApiError | None:
         """Return the error that refuses a request, or None."""
         path: str = scope["path"]
-        is_open = (path in _OPEN and scope["method"] != "POST") or path.startswith(_OPEN_FOLDER)
+        has_body = scope["method"] in _WITH_BODY
+        is_open = (path in _OPEN and not has_body) or path.startswith(_OPEN_FOLDER)
         if self._digests and not is_open and not self._knows(_header(scope, b"authorization")):
             return ApiError(
                 401, "missing or unknown API key: send the header Authorization: Bearer KEY"
             )
-        return self._closed() if scope["method"] == "POST" else None
+        return self._closed() if has_body else None
 
     def _closed(self) -> ApiError | None:
         """Return the error of a server that drains, or None."""
@@ -156,8 +186,10 @@ class AuthAndLimitMiddleware:
 class BodyLimitMiddleware:
     """Limits on the size of a body and the time for it to arrive."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
+        self._state = state
+        limits = state.config.limits
         self._most = int(limits.body_bytes)
         self._seconds = limits.body_s
 
@@ -171,10 +203,10 @@ class BodyLimitMiddleware:
                 body = await self._read(receive)
         except TimeoutError:
             text = f"the body did not arrive within {self._seconds:g} s"
-            await _closing(ApiError(408, text)).response()(scope, receive, send)
+            await self._refuse(ApiError(408, text), scope, receive, send)
             return
         except ApiError as error:
-            await _closing(error).response()(scope, receive, _lingering(receive, send))
+            await self._refuse(error, scope, receive, _lingering(receive, send))
             return
         if body is None:
             return  # the client has disconnected
@@ -201,6 +233,9 @@ class BodyLimitMiddleware:
                 raise self._too_long()
             if not message.get("more_body", False):
                 return b"".join(parts)
+
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._state.refusal(scope["path"], _closing(error))(scope, receive, send)
 
     def _too_long(self) -> ApiError:
         return ApiError(413, f"the body may have at most {self._most:,} bytes (limits.body_bytes)")

@@ -56,10 +56,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "cache_prompt": ((True,), "the prefix cache is an option of the server"),
     "n_probs": ((0,), "use logprobs"),
     "tfs": ((), "use tfs_z"),
-    "continue_final_message": (
-        (False,),
-        "write the prompt with /apply-template and use /v1/completions",
-    ),
     "echo_prompt": ((False,), "use echo"),
     "mm_processor_kwargs": ((), "only text is offered"),
     "kv_transfer_params": ((), "the cache is not moved between servers"),
@@ -93,8 +89,11 @@ class Body(BaseModel):
     @classmethod
     def _known(cls, value: Any) -> Any:
         """Reject unknown fields; drop nulls."""
-        if not isinstance(value, dict):
-            return value
+        return cls._known_fields(value) if isinstance(value, dict) else value
+
+    @classmethod
+    def _known_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields that are not null; raise for an unknown one."""
         known, result = cls.names(), {}
         for name, given in value.items():
             if name in known:
@@ -194,7 +193,7 @@ class StructuredOutputs(Body):
 
 
 _TAKEN = {"tokenizer", "messages", "template", "tools", "documents", "parse_special"}
-_TAKEN |= {"add_generation_prompt", "max_bytes", "self"}
+_TAKEN |= {"add_generation_prompt", "continue_final_message", "max_bytes", "self"}
 
 
 def _free(variables: dict[str, Any]) -> dict[str, Any]:
@@ -304,13 +303,16 @@ class Conversation(Body):
     """Chat template instead of the model's, if the server allows it."""
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     """Variables for the template, e.g. enable_thinking."""
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    """Begin the assistant's answer; by default unless continue_final_message is true."""
+    continue_final_message: bool = False
+    """Continue the last message instead of answering it."""
     documents: list[dict[str, Any]] | None = None
 
     def variables(self) -> dict[str, Any]:
         """Return the arguments of `nbflow.tokenization.chat.format_chat`."""
-        own = {"add_generation_prompt": self.add_generation_prompt, "documents": self.documents}
-        return {**own, **self.chat_template_kwargs}
+        names = ("add_generation_prompt", "continue_final_message", "documents")
+        return {**{name: getattr(self, name) for name in names}, **self.chat_template_kwargs}
 
 
 class TemplateBody(Conversation):
@@ -404,7 +406,8 @@ class TokenizeBody(Body):
     add_special_tokens: bool = True
     parse_special: bool = False
     """Encode the spelling of a special token in the text as that token."""
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     return_token_strs: bool = False

@@ -14,7 +14,12 @@ from nbflow.server.config import ModelOptions
 from nbflow.server.errors import ApiError
 from nbflow.server.token_text import NoText, Offsets, TokenTexts
 from nbflow.tokenization import Tokenizer
-from nbflow.tokenization.chat import encode_chat, encode_pair, format_chat
+from nbflow.tokenization.chat import (
+    encode_chat,
+    encode_pair,
+    format_chat,
+    uses_query_template,
+)
 from nbflow.tokenization.token_bytes import vocabulary_bytes
 from nbflow.tokenization.tokenizer_config import read_template
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -88,6 +93,22 @@ class ServedModel:
             self.model.tokenizer, flat(messages), chosen, max_bytes=self.max_prompt_bytes, **more
         )
 
+    def continues(self, messages: Sequence[Mapping[str, Any]], template: str | None) -> bool:
+        """Return True if a ``{query}`` template makes the last message the start of the answer."""
+        if not messages or messages[-1].get("role") != "assistant":
+            return False
+        if self.model.spec.encoder is not None:  # the decoder's own text
+            return True
+        return uses_query_template(self.model.tokenizer, self._chosen(template))
+
+    @property
+    def has_template(self) -> bool:
+        """True if there is a chat template, the configuration's or the model's."""
+        own = self.tokenizer
+        return self._template is not None or (
+            own is not None and bool(own.chat_templates or own.prompt_template is not None)
+        )
+
     def turn_ids(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -120,8 +141,8 @@ class ServedModel:
 
     def _chosen(self, template: str | None) -> str | None:
         """Return the chat template to use; None for the model's own."""
-        chosen, own = template or self._template, self.model.tokenizer
-        if chosen is None and not own.chat_templates and own.prompt_template is None:
+        chosen = template or self._template
+        if chosen is None and not self.has_template:
             raise UsageError(
                 f"{self.name} comes with no chat template; use /v1/completions, or start the "
                 "server with one (--chat-template, chat_template)"
@@ -153,20 +174,32 @@ class ServedModel:
 
 
 class Models:
-    """Models of a server by name and alias."""
+    """Models of a server by name and alias.
 
-    def __init__(self, served: Sequence[ServedModel]) -> None:
+    Unless `strict`, a single model answers to every name.
+    """
+
+    def __init__(self, served: Sequence[ServedModel], strict: bool = False) -> None:
         self.all = list(served)
+        self._any_name = len(self.all) == 1 and not strict
         self.by_name = {name: s for s in served for name in (s.name, *s.options.aliases)}
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model of that name, or the first one; raise `ApiError` 404."""
-        if name is None:
+        """Return the model for a name, or the first one; raise `ApiError` 404."""
+        if name is None or self._any_name:
             return self.all[0]
+        return self.named(name)
+
+    def named(self, name: str) -> ServedModel:
+        """Return the model of exactly that name; raise `ApiError` 404."""
         if name not in self.by_name:
             message = str(unknown_name("model", name[:200], self.by_name))
             raise ApiError(404, message, param="model", code="model_not_found")
         return self.by_name[name]
+
+    def shown(self, name: str | None, served: ServedModel) -> str:
+        """Return the name in a response: the request's, if it is one of the model's."""
+        return served.name if name is None or name not in self.by_name else name
 
     def generating(self, name: str | None) -> ServedModel:
         """Return the model of that name; raise `ApiError` 400 for an encoder."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
+from starlette.responses import Response
 
 from nbflow.server.config import ServerConfig
+from nbflow.server.errors import ApiError, ProtocolRouter
 from nbflow.server.metrics import Metrics, Stats
 from nbflow.server.request_slots import RequestSlots
 from nbflow.server.served_model import Models
@@ -29,11 +31,20 @@ class ServerState:
         self.draining = False
         """True while the server finishes accepted requests and refuses new ones."""
         self.slots = RequestSlots(config.limits.requests, config.limits.queue)
+        self.protocols: Sequence[ProtocolRouter] = ()
+        """Other protocols, which answer errors in their own form."""
 
     @property
     def n_requests(self) -> int:
-        """POST requests in flight."""
+        """POST and PUT requests in flight."""
         return self.slots.n_used
+
+    def refusal(self, path: str, error: ApiError) -> Response:
+        """Return the response of an error in the protocol of a path."""
+        for protocol in self.protocols:
+            if protocol.answers(path):
+                return protocol.refusal(error)
+        return error.response()
 
     def engine_stats(self) -> dict[str, Stats]:
         """Return the statistics of every model's engine."""

@@ -56,7 +56,7 @@ def test_unknown_command(capsys):
     assert "unknown command 'rum'; did you mean 'run'?" in error(capsys, "rum")
 
 
-def test_chat_shows_the_answer_only(capsys):
+def test_chat_shows_the_answer_only(capsys, tmp_path):
     words = ["run", "tiny_python", "--chat", "--template", "vicuna-1.1", "-p", "x = 1", "-n", "5"]
     code, out, _ = run(capsys, *words, "-q")
     assert code == 0
@@ -66,6 +66,13 @@ def test_chat_shows_the_answer_only(capsys):
     assert tokenizer.decode(facts["prompt_ids"]) == "USER: x = 1\nASSISTANT: "
     assert facts["text"] == out.removesuffix("\n")
     assert "comes with no chat template" in error(capsys, "run", "tiny_python", "--chat", "-p", "a")
+    begun = tmp_path / "begun.json"
+    begun.write_text(
+        '[{"role": "user", "content": "x = 1"}, {"role": "assistant", "content": "y"}]'
+    )
+    words = [*words[:5], "--messages", begun, "--continue-final-message", "-n", "2", "--json"]
+    ids = json.loads(run(capsys, *words)[1])["prompt_ids"]
+    assert tokenizer.decode(ids) == "USER: x = 1\nASSISTANT: y"
     assert "--system needs --chat" in error(capsys, "run", "tiny_python", "--system", "a")
 
 

@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+from nbflow.compat.inferflow.tool_ini import read_client_ini
+from nbflow_kernels.errors import UsageError
+
 
 def client(server, *words, text=None, url=None):
     command = [sys.executable, "-m", "nbflow", "client", "--url", url or f"{server.url}/v1"]
@@ -42,11 +45,29 @@ def test_requests_from_files(server, tmp_path, streams):
         json.loads(line)
 
 
+def test_file_of_inferflow(server, tmp_path):
+    """`nbflow client inferflow_client.ini`, with its service."""
+    ini = tmp_path / "inferflow_client.ini"
+    request = '{"text": "x", "decoding_alg": "sample.std", "random_seed": 1, "max_output_len": 3}'
+    others = "[app_env.base]\ndata_root_dir = ${config_dir}../data/\n"
+    ini.write_text(f"[main]\nservice = {server.url}/process_query\nrequest =  {request}\n{others}")
+    words = [sys.executable, "-m", "nbflow", "client", str(ini)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    whole = server.http.post("/", json=json.loads(request) | {"is_streaming_mode": False}).json()
+    assert done.stdout == f"{whole['text']}\n[end_of_response_text]\n", done.stderr
+    for text, words in (
+        ("[main]\nservice = http://x\n", "must have request"),
+        ("[main]\nservice = http://x\nrequest = {\n", "not valid JSON"),
+        ("[main]\nserver = http://x\n", "did you mean 'service'"),
+    ):
+        ini.write_text(text)
+        with pytest.raises(UsageError, match=words):
+            read_client_ini(ini)
+
+
 def test_failures(server):
     offline = client(server, "-p", "x", url="http://127.0.0.1:9/v1")
     assert (offline.returncode, "is the server running" in offline.stderr) == (2, True)
-    wrong = client(server, "-p", "x", "-m", "none")
-    assert (wrong.returncode, "unknown model" in wrong.stderr) == (2, True)
     assert client(server, "-p", "x", url="ftp://x").returncode == 2
 
 

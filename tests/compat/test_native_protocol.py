@@ -3,6 +3,11 @@
 import json
 
 import pytest
+from server_process import TEMPLATE
+
+from nbflow.tokenization.chat import encode_chat
+
+GREEDY = {"max_output_len": 12, "decoding_alg": "greedy", "is_streaming_mode": False}
 
 
 def ask(server, path="/", **body):
@@ -34,6 +39,35 @@ def test_parameters(server):
         assert ask(server, decoding_alg=name, **asked).json()["ret_code"] == "succ", name
 
 
+@pytest.mark.parametrize("text", ["def read(self):", ""])
+def test_prefix_of_the_response_is_continued(server, offline, text):
+    messages = [
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": "    with open"},
+    ]
+    for template, more in (
+        (TEMPLATE, {}),
+        ("{bos}{query}\n{res_prefix}", {"decoder_input_template": "{bos}{query}{\\n}{res_prefix}"}),
+    ):
+        prompt = encode_chat(offline.tokenizer, messages, template, continue_final_message=True)
+        assert offline.tokenizer.decode(prompt).endswith("with open")
+        expected = offline.generate(prompt, max_tokens=12).text
+        body = GREEDY | more | {"res_prefix": "    with open"} | ({"text": text} if text else {})
+        answer = ask(server, **body).json()
+        assert (answer["ret_code"], answer["text"]) == ("succ", expected)
+
+
+def test_as_in_inferflow(server):
+    """Methods, paths, content type, unknown fields and seeds that its server takes."""
+    body = json.dumps({"text": "x", "max_output_len": 1, "random_seed": -(2**63), "colour": 1})
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    for method, path in (("POST", "/"), ("post", "/"), ("PUT", "/"), ("PUT", "/a/b/process_query")):
+        assert server.raw(method, path, body, form).status == 200, (method, path)
+    assert any(event.get("ignored_fields") == "colour" for event in server.events())
+    assert ask(server, model="gpt-4o-mini", text="x", **GREEDY).json()["ret_code"] == "succ"
+    assert ask(server, "/v2/answer", text="x").status_code == 404
+
+
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [
@@ -41,7 +75,12 @@ def test_parameters(server):
         ({"text": ""}, 400, "error.empty_request"),
         ({"text": "x", "decoding_alg": "beam"}, 400, "error.invalid_request_format"),
         ({"text": "x " * 20_000}, 400, "error.too_long_request"),
-        ({"text": "x", "decoder_input_template": "{query}"}, 400, "error.invalid_request_format"),
+        ({"text": "x", "decoder_input_template": "{{x}}"}, 400, "error.invalid_request_format"),
+        ({"text": "x", "encoder_input_template": "{query}"}, 400, "error.invalid_request_format"),
+        ({"text": 5}, 400, "error.invalid_request_format"),
+        ({"text": "x", "max_tokens": 5}, 400, "error.invalid_request_format"),
+        ({"text": "x", "random_seed": 2**64}, 400, "error.invalid_request_format"),
+        ({"header": {"fn": "stop"}}, 400, "error.invalid_request_format"),
     ],
 )
 def test_refusals(server, body, status, code):
@@ -50,7 +89,22 @@ def test_refusals(server, body, status, code):
     assert answer.json()["ret_code"] == code
 
 
+def test_one_form_of_errors(server):
+    invalid = "error.invalid_request_format"
+    for answer, status in (
+        (server.http.post("/", content="{"), 400),
+        (server.http.post("/process_query", files={"text": b"x"}), 415),
+        (server.http.delete("/a/process_query"), 405),
+        (server.http.post("/", content="{}", headers={"origin": "http://x.example"}), 415),
+        (server.http.put("/", content=b" " * 5_000_000), 413),
+    ):
+        assert (answer.status_code, answer.json()["ret_code"]) == (status, invalid)
+        assert set(answer.json()) == {"ret_code", "error_text"}
+
+
 def test_statistics(server):
-    stat = ask(server, header={"fn": "get_stat"}, text="").json()
-    assert stat["ret_code"] == "succ"
-    assert stat["tiny"]["num_requests_running"] >= 0
+    asked = ask(server, header={"fn": "get_stat"}, text="")
+    for answer in (asked, server.http.get("/get_stat"), server.http.put("/get_stat")):
+        stat = answer.json()
+        assert stat["ret_code"] == "succ"
+        assert stat["tiny"]["num_requests_running"] >= 0

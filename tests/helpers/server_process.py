@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 
 import httpx
@@ -79,6 +81,15 @@ class Server:
         """Return an official client of this server."""
         settings = {"api_key": "none", "max_retries": 0, **options}
         return openai.OpenAI(base_url=f"{self.url}/v1", **settings)
+
+    def raw(self, method: str, path: str, body: str, headers: dict[str, str]) -> HTTPResponse:
+        """Send a request with just these headers, the method as it is; return the response."""
+        connection = HTTPConnection(self.url.removeprefix("http://"), timeout=60)
+        with closing(connection):
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            response.read()
+            return response
 
     def events(self) -> list[dict]:
         """Return the lines of the log."""

@@ -74,7 +74,6 @@ def test_what_clients_send_is_allowed(server):
         ("/v1/chat/completions", "messages", [{"role": "user", "content": "\ud800"}]),
         ("/v1/embeddings", "input", "\ud800"),
         ("/tokenize", "prompt", "\ud800"),
-        ("/process_query", "text", "\ud800"),
     ],
 )
 def test_lone_surrogates_are_refused(server, path, field, value):
@@ -85,6 +84,12 @@ def test_lone_surrogates_are_refused(server, path, field, value):
     assert answer.status_code == 400, error
     assert error["param"].split(".")[0] == field
     assert "surrogate" in error["message"]
+
+
+def test_lone_surrogates_in_inferflows_protocol(server):
+    answer = server.http.post("/process_query", content='{"text": "\\ud800"}')
+    assert answer.status_code == 400
+    assert "text: must be valid Unicode, got a lone surrogate" in answer.json()["error_text"]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,37 @@ def test_answer_is_the_offline_one(client, offline):
     assert answer.usage.total_tokens == len(prompt) + len(expected.ids)
 
 
+def test_last_message_is_continued(client, offline):
+    begun = [*MESSAGES, {"role": "assistant", "content": "    with"}]
+    prompt = encode_chat(offline.tokenizer, begun, TEMPLATE, continue_final_message=True)
+    assert offline.tokenizer.decode(prompt).endswith("assistant:     with")
+    expected = offline.generate(prompt, max_tokens=12)
+    more = {"extra_body": {"continue_final_message": True}}
+    answer = ask(client, messages=begun, **more)
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.choices[0].message.content == expected.text
+    whole = "".join(c.choices[0].delta.content or "" for c in ask(
+        client, messages=begun, stream=True, **more))  # fmt: skip
+    assert whole == expected.text
+    answered = encode_chat(offline.tokenizer, begun, TEMPLATE)
+    assert ask(client, messages=begun).usage.prompt_tokens == len(answered)
+    with pytest.raises(openai.BadRequestError, match="give one of them"):
+        ask(client, extra_body={"continue_final_message": True, "add_generation_prompt": True})
+
+
+def test_any_name_and_no_v1(server):
+    """The Python example of Inferflow's README."""
+    url = f"{server.url}/"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as other:
+        answer = ask(other, model="default")
+        assert answer.model == "tiny"
+        assert ask(other, model="gpt-4o-mini").model == "gpt-4o-mini"
+        stream = list(ask(other, model="gpt-3.5-turbo", stream=True))
+    assert "".join(c.choices[0].delta.content or "" for c in stream) == (
+        answer.choices[0].message.content
+    )
+
+
 def test_second_time_the_prompt_comes_from_the_cache(client):
     long = [{"role": "user", "content": "import collections\n" * 12}]
     first = ask(client, messages=long)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +30,8 @@ from nbflow.server.config import (
     ServerConfig,
     read_config,
 )
+from nbflow.server.errors import ApiError
+from nbflow.server.served_model import Models
 from nbflow.spec import resolve
 from nbflow_kernels.errors import UsageError
 
@@ -329,6 +332,21 @@ def serve(*words):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+def test_names_of_models():
+    """A single model answers to every name, unless names are strict or there are several."""
+    one, two = (SimpleNamespace(name=n, options=SimpleNamespace(aliases=[n * 2])) for n in "ab")
+    for models, refuses in ((Models([one]), False), (Models([one], strict=True), True),
+                            (Models([one, two]), True)):  # fmt: skip
+        assert models.find(None) is models.find("aa") is one
+        for find in (models.find, models.named):
+            if refuses or find == models.named:
+                with pytest.raises(ApiError, match="unknown model 'gpt-5'"):
+                    find("gpt-5")
+            else:
+                assert find("gpt-5") is one
+        assert [models.shown(name, one) for name in (None, "aa", "gpt-5")] == ["a", "aa", "a"]
+
+
 def test_command(tmp_path):
     path = write(tmp_path, "port = 9\n[models.a]\npath = 'tiny_python'\n[auth]\nkeys = ['secret']")
     checked = serve(str(path), "--port", "10", "--check")
@@ -336,7 +354,9 @@ def test_command(tmp_path):
     assert "secret" not in checked.stdout
     wrong = serve(str(path), "--weights", "q4")
     assert (wrong.returncode, "write it into" in wrong.stderr) == (2, True)
-    options = serve("tiny_python", "--weights", "q4", "--kv-bytes", "2GiB", "--check")
+    options = serve("tiny_python", "--weights", "q4", "--kv-bytes", "2GiB", "--check",
+                    "--strict-model-names")  # fmt: skip
+    assert '"strict_model_names": true' in options.stdout
     assert '"weights": "q4"' in options.stdout
     assert '"kv_bytes": 2147483648' in options.stdout
 

@@ -68,7 +68,7 @@ def test_translation(server, folder):
     with nbflow.load(folder / "m2m", threads=1) as model:
         expected = model.generate([78, 10, 11, 2], 3, decoder_ids=[2, 77, 20])
         other = model.generate([76, 10, 11], 3, decoder_ids=[2])
-    assert post(server, "/", **native, res_prefix="w20")["text"] == expected.text
+    assert post(server, "/", **native, res_prefix="w20")["text"] == f" {expected.text}"
     templates = {"encoder_input_template": "{__en__}{query}", "decoder_input_template": "{#2}"}
     assert post(server, "/", **native, **templates)["text"] == other.text
     wrong = post(server, "/v1/completions", 400, prompt="w10", target_lang="xx", **options)

@@ -57,7 +57,9 @@ def chat(server, **body):
         ("chat_template_kwargs", {"tools": 1}, "field of its own"),
         ("chat_template_kwargs", {"self": 1}, "field of its own"),
         ("chat_template_kwargs", {"func": 1}, None),
-        ("model", "gpt-5", "unknown model"),
+        ("model", "gpt-5", None),
+        ("model", 5, "model: input should be a valid string"),
+        ("continue_final_message", True, None),
         ("seed", 2**64, "seed must be in"),
         ("max_tokens", None, None),
         ("tools", [], None),
@@ -71,11 +73,11 @@ def test_field(server, field, value, words):
     if words is None:
         assert answer.status_code == 200, answer.text
         return
-    assert answer.status_code == (404 if field == "model" else 400), answer.text
+    assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert words in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == ("not_found_error" if field == "model" else "invalid_request_error")
+    assert error["type"] == "invalid_request_error"
 
 
 def test_official_errors(client):
@@ -119,8 +121,13 @@ def test_bodies(server, body, status):
 
 def test_other_refusals(server):
     post, get = server.http.post, server.http.get
-    plain = post("/v1/completions", content="prompt=x", headers={"content-type": "text/plain"})
-    assert plain.status_code == 415
+    plain = {"content-type": "text/plain"}
+    assert post("/v1/completions", content="prompt=x", headers=plain).status_code == 400
+    assert post("/v1/completions", files={"prompt": b"x"}).status_code == 415
+    for name in ("origin", "referer", "sec-fetch-site"):  # a web page
+        head = {**plain, name: "null"}
+        page = post("/v1/completions", content='{"prompt": "x"}', headers=head)
+        assert page.status_code == 415, name
     assert get("/v1/nothing").status_code == 404
     assert get("/v1/nothing").json()["error"]["message"].startswith("no route /v1/nothing")
     assert get("/v1/chat/completions").status_code == 405
@@ -128,6 +135,19 @@ def test_other_refusals(server):
     assert post("/v1/embeddings", json={"input": "x", "dimensions": 3}).status_code == 400
     assert post("/detokenize", json={"tokens": [-1]}).status_code == 400
     assert post("/tokenize", json={}).status_code == 400
+
+
+def test_what_curl_sends(server):
+    """The method in lower case, a form's content type or none, and any model name."""
+    body = json.dumps({"model": "gpt-3.5-turbo", "messages": USER, "max_tokens": 1})
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    for path, head in (("/chat/completions", form), ("/v1/chat/completions", {})):
+        answer = server.http.request("post", path, content=body, headers=head)
+        raw = server.raw("post", path, body, head)
+        assert [answer.status_code, raw.status] == [200, 200], answer.text
+        assert answer.json()["model"] == "tiny"
+    tokens = server.raw("post", "/tokenize", '{"prompt": "x"}', form)
+    assert tokens.status == 200
 
 
 def test_request_ids(server):

@@ -32,6 +32,7 @@ CHATML = (
     "{% endfor %}\n"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+ANSWER = {"role": "assistant", "content": "Well "}
 HELLO = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " Hi "}]
 
 
@@ -218,6 +219,50 @@ def test_long_conversations_fit_the_budget(tokenizer: Tokenizer) -> None:
     assert len(format_chat(tokenizer, messages)) > 2_000_000
 
 
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}",
+         "<system>Be kind.</>\n<user> Hi </>\n<assistant>Well "),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>\n{% endfor %}",
+         "<system>Be kind.</>\n<user>Hi</>\n<assistant>Well"),
+        ("{% if not add_generation_prompt %}{{ messages[-1].content.split('k>')[-1] }}!{% endif %}",
+         "Well "),
+    ],
+)  # fmt: skip
+def test_last_message_is_continued(tokenizer: Tokenizer, template: str, prompt: str) -> None:
+    """The prompts are those of transformers 5.23."""
+    messages = [*HELLO, ANSWER]
+    assert format_chat(tokenizer, messages, template, continue_final_message=True) == prompt
+    parts = [{"type": "text", "text": "k>"}, {"type": "text", "text": "Well "}, {"type": "image"}]
+    written = "{% for p in messages[-1].content %}{{ p.text }}{% endfor %}</>"
+    listed = [*HELLO, {"role": "assistant", "content": parts}]
+    assert format_chat(tokenizer, listed, written, continue_final_message=True) == "k>Well "
+    ids = encode_chat(tokenizer, messages, template, continue_final_message=True)
+    assert spelt(tokenizer, ids) == prompt
+
+
+def test_messages_that_cannot_be_continued(tokenizer: Tokenizer) -> None:
+    for template, messages, more, words in (
+        ("{{ messages[0].content }}", [*HELLO, ANSWER], {}, "leaves out the end of the last"),
+        ("{{ messages }}", [*HELLO, {"role": "assistant", "content": None, "tool_calls": []}], {},
+         "has no text"),
+        ("simple", HELLO, {}, "only a last message of the assistant"),
+        ("simple", [*HELLO, ANSWER], {"add_generation_prompt": True}, "give one of them"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=words):
+            format_chat(tokenizer, messages, template, continue_final_message=True, **more)  # type: ignore[arg-type]
+
+
+def test_turns_of_query_templates(tokenizer: Tokenizer) -> None:
+    turns = [*HELLO, {"role": "assistant", "content": "A<s>"}, {"role": "user", "content": "B"}]
+    text = format_chat(tokenizer, turns, "{bos}{system_prompt}|{query}>{answer}<")
+    assert text == "<s>Be kind.| Hi >A<s><|im_end|><s>Be kind.|B>"
+    ids = encode_chat(tokenizer, turns, "{query}>")
+    assert (ids.count(1), ids.count(2)) == (1, 0)  # an answer that spells <s> is text
+    assert format_chat(tokenizer, [*turns, ANSWER], "{query}>").endswith("<|im_end|>B>Well ")
+
+
 def test_query_templates(tokenizer: Tokenizer) -> None:
     messages = [*HELLO, {"role": "assistant", "content": "Well"}]
     assert format_chat(tokenizer, messages, "vicuna-1.1") == "USER:  Hi \nASSISTANT: Well"
@@ -256,8 +301,9 @@ def test_templates_of_encoder_and_decoder(tokenizer: Tokenizer) -> None:
     [
         ("{query}{nothing}", HELLO, r"\{nothing\} is neither a field .* nor a token"),
         ("{query}{#9999}", HELLO, "token id must be"),
-        ("{query}", [*HELLO, *HELLO], r"takes one turn .* got system, user, system, user"),
-        ("{query}", HELLO[:1], "takes one turn"),
+        ("{query}", [*HELLO, *HELLO], r"messages in turn.* got system, user, system, user"),
+        ("{query}", HELLO[:1], "messages in turn"),
+        ("{query}" + "x" * 2**19, [*HELLO[1:], ANSWER] * 40, "at most 16,777,216 characters"),
         ("no_such", HELLO, "unknown chat template 'no_such'"),
         ("simpl", HELLO, "did you mean 'simple'"),
         ("{nothing}", HELLO, "must contain {query}"),

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from nbflow.cli.http_client import HttpClient
@@ -28,6 +29,7 @@ _HELP = """\
 /undo          remove the last turn       /quit        end (or Ctrl+D)
 Ctrl+C stops a response.  A trailing \\ continues the line."""
 
+_URL = "http://127.0.0.1:8000/v1"
 _show = partial(print, end="", flush=True)
 
 
@@ -35,8 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = "Chat with a server; interactive without -p and --request."
     parser.add_argument(
-        "--url", default="http://127.0.0.1:8000/v1", help="base URL (http://127.0.0.1:8000/v1)"
+        "ini",
+        nargs="?",
+        metavar="INI",
+        help="inferflow_client.ini: send its request to its service",
     )
+    parser.add_argument("--url", help=f"base URL ({_URL})")
     parser.add_argument("-m", "--model", help="name of the model (the server's first)")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="send one message and end")
     parser.add_argument("--system", metavar="TEXT", help="system message")
@@ -56,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    if arguments.ini is not None:
+        return _send_ini(arguments)
+    arguments.url = arguments.url or _URL
     client = _client(arguments, arguments.url)
     if arguments.request is not None:
         return _send_file(client, arguments)
@@ -205,10 +214,21 @@ def _send_file(client: HttpClient, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _send_ini(arguments: argparse.Namespace) -> int:
+    """Send the request of Inferflow's client file and print the response."""
+    from nbflow.compat.inferflow.tool_ini import read_client_ini
+
+    for name in ("prompt", "request"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"--{name} does not go with {arguments.ini}, which has a request")
+    file = read_client_ini(Path(arguments.ini))
+    return _send_native(_client(arguments, arguments.url or file.service), file.request)
+
+
 def _send_native(client: HttpClient, body: dict[str, Any]) -> int:
     """Send an Inferflow request and print its text as it streams; return the exit code."""
     last: dict[str, Any] = {}
-    for last in client.lines("/", body):
+    for last in client.lines("", body):
         _show(str(last.get("text", "")))
     _show("\n[end_of_response_text]\n")
     if last.get("error_text"):

@@ -1,4 +1,4 @@
-"""`nbflow run`: generate text from a prompt and stream it to stdout."""
+"""`nbflow run`: continue a prompt and stream the text to stdout, or run a list of queries."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from nbflow.cli.options import (
     load_model,
     print_plan,
 )
+from nbflow.cli.query_arguments import add_query_arguments, queries_of
 from nbflow.cli.sampling_options import (
     add_decoding_arguments,
     add_search_arguments,
@@ -42,17 +43,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_memory_arguments(parser)
     parser.add_argument("-p", "--prompt", help="prompt (empty)")
     add_chat_arguments(parser)
-    add_options(parser, SamplingParams, ["max_tokens"])
+    add_options(parser, SamplingParams, ["max_tokens"], unset=True)
     add_decoding_arguments(parser)
     add_search_arguments(parser)
+    add_query_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("-q", "--quiet", action="store_true", help="do not print statistics")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    queries = queries_of(arguments)
     if print_plan(arguments):
         return 0
+    if queries is not None:
+        with load_model(arguments) as model:
+            if model.participates:
+                queries.run(model)
+        return 0
+    if arguments.max_tokens is None:
+        arguments.max_tokens = SamplingParams.max_tokens
     with load_model(arguments) as model, load_draft(arguments) as draft:
         if not model.participates:
             return 0

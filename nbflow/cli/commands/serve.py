@@ -31,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (8000); 0 chooses a free one")
     parser.add_argument("--name", metavar="NAME", help="name of the model for clients")
+    parser.add_argument(
+        "--strict-model-names", action="store_true",
+        help="refuse unknown model names; otherwise a single model answers to every name",
+    )  # fmt: skip
     parser.add_argument("--chat-template", metavar="T", help="chat template: name, file or text")
     add_options(parser, EngineOptions)
     add_options(parser, SpeculativeConfig)
@@ -137,7 +141,8 @@ def _table(given: dict[str, Any]) -> dict[str, Any]:
 
 def _of_server(given: dict[str, Any]) -> dict[str, Any]:
     """Return the table of the server's own arguments."""
-    table: dict[str, Any] = {k: given[k] for k in ("host", "port", "warmup") if k in given}
+    own = ("host", "port", "warmup", "strict_model_names")
+    table: dict[str, Any] = {k: given[k] for k in own if k in given}
     table["auth"] = {k: given[k] for k in ("keys_file", "keys_env") if k in given}
     table["log"] = {k: given[f"log_{k}"] for k in ("format", "level") if f"log_{k}" in given}
     return table

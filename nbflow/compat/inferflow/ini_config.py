@@ -127,8 +127,25 @@ _SECTIONS = {
 }
 
 
+def _ignore(_: Table, __: str, ___: str) -> None:
+    """Ignore a key of the tool that runs queries; `nbflow.compat.inferflow.tool_ini` reads it."""
+
+
+_QUERY_KEYS: dict[str, Setter] = dict.fromkeys(
+    (
+        "inference_engine_config", "query_list", "query_random_seed", "temperature",
+        "long_context_test",
+    ),
+    _ignore,
+)  # fmt: skip
+
+
 def _setters(section: str) -> Mapping[str, Setter] | None:
     """Return the setters of a section; empty for models and templates, None if unknown."""
+    if section == "main":
+        return _MAIN | _QUERY_KEYS
+    if section.startswith("query_list"):
+        return {}
     if section == "prompt_templates" or section.startswith(("model.", "prompt_template.")):
         return {}
     return _SECTIONS.get(section)

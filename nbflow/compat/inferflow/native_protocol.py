@@ -1,24 +1,26 @@
 """Inferflow's HTTP protocol: ``POST /`` or ``/process_query`` with ``text``; JSON lines.
 
 It follows the service of https://github.com/inferflow/inferflow, except that every stream ends
-with a chunk that has ``is_end``, also after an error; that no text is dropped at the end; and that
-refused requests get an error status and a ``ret_code`` instead of an empty response.
+with a chunk that has ``is_end``, also after an error; that no text is dropped at the end; that
+refused requests get an error status and a ``ret_code`` instead of an empty response; and that paths
+must be ``/`` or end in a function's name.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Request
-from pydantic import Field
+from fastapi import Request
+from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from nbflow.compat.inferflow.strategies import INFERFLOW
 from nbflow.options import SamplingParams
-from nbflow.server.errors import ApiError, json_response
+from nbflow.server.errors import ApiError, ProtocolRouter, json_response
 from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.option_models import http_option
 from nbflow.server.requests import build_requests
@@ -26,15 +28,48 @@ from nbflow.server.schemas import Body, GenerationBody
 from nbflow.server.served_model import ServedModel
 from nbflow.server.state import ServerState, State, note
 from nbflow.server.stream import GenerationStream, OutputChunk, Stream, unless_gone
-from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.errors import unknown_name
 
-router = APIRouter(tags=["Inferflow"])
-
+_FUNCTIONS = ("process_query", "get_stat")
 _FLUSH_BYTES = 16  # minimum text of a chunk, except the last
-_RET_CODES = {429: "error.busy", 503: "error.busy", 400: "error.invalid_request_format"}
+_BUSY = (429, 503)
+_JINJA = re.compile(r"\{[{%]")
 
 
-class Header(Body):
+class _NativeRouter(ProtocolRouter):
+    """Inferflow's routes; every error has a ``ret_code``."""
+
+    def answers(self, path: str) -> bool:
+        """Return True for ``/`` and paths that end in the name of a function."""
+        return path == "/" or path.rsplit("/", 1)[-1] in _FUNCTIONS
+
+    def refusal(self, error: ApiError) -> Response:
+        """Return the response of an error."""
+        code = error.code or ""
+        if not code.startswith("error."):
+            invalid = "error.invalid_request_format" if error.status < 500 else "error.processing"
+            code = "error.busy" if error.status in _BUSY else invalid
+        answer = {"ret_code": code, "error_text": str(error)}
+        return json_response(answer, error.status, error.headers)
+
+
+router = _NativeRouter(tags=["Inferflow"])
+
+
+class NativeFields(Body):
+    """Fields of a request; unknown ones are ignored, as in Inferflow."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @classmethod
+    def _known_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Drop unknown fields; see `Body._known_fields`."""
+        known = {*cls.names(), *cls.instead}
+        of_ours = {name: given for name, given in value.items() if name in known}
+        return super()._known_fields(of_ours)
+
+
+class Header(NativeFields):
     """Function name and user of a request."""
 
     fn: str = Field(default="process_query", pattern="^(process_query|get_stat|)$")
@@ -43,11 +78,13 @@ class Header(Body):
     """Ignored: API keys are sent as Authorization."""
 
 
-class NativeBody(Body):
+class NativeBody(NativeFields):
     """Body of an Inferflow request."""
 
     header: Header = Header()
-    text: str | None = None
+    model: str | None = None
+    """Name of a model; by default the first one."""
+    text: str = ""
     """User message."""
     system_prompt: str = ""
     res_prefix: str = ""
@@ -55,13 +92,13 @@ class NativeBody(Body):
     encoder_input_template: str | None = None
     """Query template of what the encoder reads, in a model that has one."""
     decoder_input_template: str | None = None
-    """Query template instead of the model's, if the server allows it."""
+    """Query template instead of the model's; one in Jinja if the server allows it."""
     max_output_len: int | None = Field(default=None, ge=1)
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Same as max_output_len; 1024 by default."""
     decoding_alg: str = ""
     """Decoding strategy; by default the model's."""
-    random_seed: int = Field(default=0, ge=0, lt=2**63)
+    random_seed: int = Field(default=0, ge=-(2**63), lt=2**64)
     """Seed; 0 for a new one each time."""
     temperature: Annotated[float, http_option(SamplingParams, "temperature")] = 1.0
     is_streaming_mode: bool | int = True
@@ -75,30 +112,35 @@ class NativeBody(Body):
 
 
 @router.post("/process_query", summary="Answer an Inferflow request")
-@router.post("/", include_in_schema=False)
+@router.put("/process_query", include_in_schema=False)
+@router.api_route("/", methods=["POST", "PUT"], include_in_schema=False)
+@router.api_route("/{folder:path}/process_query", methods=["POST", "PUT"], include_in_schema=False)
 async def process_query(body: NativeBody, request: Request, state: State) -> Response:
     """Answer an Inferflow request."""
     started = time.monotonic()
     if body.header.fn == "get_stat":
         return await get_stat(state)
-    try:
-        if not body.text:
-            return json_response({"ret_code": "error.empty_request", "error_text": "no text"}, 400)
-        served = state.models.generating(None)
-        generation = await _start_generation(served, body, state, request)
-        note(request, model=served.name, prompt_tokens=len(generation.request_of(0).prompt))
-        if body.is_streaming_mode:
-            await generation.__aenter__()
-            return Stream(_chunks(generation, started), generation.close, "application/json")
-        async with generation:
-            (chunk,) = await unless_gone(request.receive, generation.collect())
-    except (ApiError, UsageError) as error:
-        return _refusal(error)
+    if not body.text and not body.res_prefix:
+        raise ApiError(400, "text and res_prefix are empty", code="error.empty_request")
+    served = state.models.generating(body.model)
+    generation = await _start_generation(served, body, state, request)
+    ignored = sorted(set(await request.json()) - set(NativeBody.names()))
+    note(request, model=served.name, prompt_tokens=len(generation.request_of(0).prompt))
+    if ignored:
+        note(request, ignored_fields=", ".join(ignored)[:200])
+    if body.is_streaming_mode:
+        await generation.__aenter__()
+        return Stream(_chunks(generation, started), generation.close, "application/json")
+    async with generation:
+        (chunk,) = await unless_gone(request.receive, generation.collect())
     seconds = time.monotonic() - started
     return json_response({"text": chunk.text, "ret_code": "succ", "time_cost": seconds})
 
 
-@router.post("/get_stat", include_in_schema=False)
+@router.api_route("/get_stat", methods=["GET", "POST", "PUT"], include_in_schema=False)
+@router.api_route(
+    "/{folder:path}/get_stat", methods=["GET", "POST", "PUT"], include_in_schema=False
+)
 async def get_stat(state: State) -> Response:
     """Return the engines' statistics."""
     return json_response({"ret_code": "succ", **state.engine_stats()})
@@ -107,29 +149,54 @@ async def get_stat(state: State) -> Response:
 async def _start_generation(
     served: ServedModel, body: NativeBody, state: ServerState, request: Request
 ) -> GenerationStream:
-    messages = [{"role": "user", "content": body.text}]
-    if body.system_prompt:
-        messages.insert(0, {"role": "system", "content": body.system_prompt})
-    if body.res_prefix:
-        messages.append({"role": "assistant", "content": body.res_prefix})
-    of_encoder, of_decoder = body.encoder_input_template, body.decoder_input_template
-    if (of_encoder or of_decoder) is not None and not state.config.request_templates:
-        name = "decoder_input_template" if of_encoder is None else "encoder_input_template"
-        raise ApiError(400, f"{name}: this server takes no templates from requests")
+    templates = _templates(body, state)
     most = body.max_output_len or body.max_new_tokens or 1024
 
     def prepare() -> list[GenerationRequest]:
-        ids, decoder_ids = served.turn_ids(messages, of_decoder, of_encoder)
+        ids, decoder_ids = _prompt(served, body, *templates)
         if len(ids) >= served.model.spec.max_context:
             raise ApiError(400, "the request is too long", code="error.too_long_request")
         sampling = _sampling(served, body)
         limits = state.config.limits
         return build_requests(
-            served, sampling, [ids], most, limits, continues_text=False, decoder_ids=decoder_ids
-        )
+            served, sampling, [ids], most, limits,
+            continues_text=bool(body.res_prefix) or not served.has_template,
+            decoder_ids=decoder_ids,
+        )  # fmt: skip
 
     requests = await state.workers.run_for(request.receive, prepare)
     return GenerationStream(served, requests, state.bridge, state.metrics)
+
+
+def _templates(body: NativeBody, state: ServerState) -> tuple[str | None, str | None]:
+    """Return the request's templates; raise `ApiError` for one that is not allowed."""
+    given = body.decoder_input_template or None, body.encoder_input_template or None
+    # the language of {query} computes nothing, so that it needs no permission
+    if not state.config.request_templates and any(t and _JINJA.search(t) for t in given):
+        raise ApiError(
+            400,
+            "this server takes no Jinja templates from requests (request_templates); use one with "
+            "{query}",
+        )
+    return given
+
+
+def _prompt(
+    served: ServedModel, body: NativeBody, of_decoder: str | None, of_encoder: str | None
+) -> tuple[list[int], list[int] | None]:
+    """Return the prompt, and the decoder's in a model with an encoder."""
+    has_template = served.has_template or of_decoder or of_encoder
+    if not has_template and served.model.spec.encoder is None:  # a base model continues texts
+        text = served.check_size(body.text + body.res_prefix, "text")
+        return served.model.tokenizer.prompt_ids(text), None
+    messages = [{"role": "user", "content": body.text}]
+    if body.system_prompt:
+        messages.insert(0, {"role": "system", "content": body.system_prompt})
+    if body.res_prefix:
+        messages.append({"role": "assistant", "content": body.res_prefix})
+    return served.turn_ids(
+        messages, of_decoder, of_encoder, continue_final_message=bool(body.res_prefix)
+    )
 
 
 def _sampling(served: ServedModel, body: NativeBody) -> GenerationBody:
@@ -145,15 +212,6 @@ def _sampling(served: ServedModel, body: NativeBody) -> GenerationBody:
         "decoding": f"inferflow.{name}" if name else None,
     }
     return GenerationBody.model_validate(values)
-
-
-def _refusal(error: ApiError | UsageError) -> Response:
-    status = error.status if isinstance(error, ApiError) else 400
-    code = error.code if isinstance(error, ApiError) else None
-    ours = code if code and code.startswith("error.") else None
-    ret_code = ours or _RET_CODES.get(status, "error.processing")
-    headers = error.headers if isinstance(error, ApiError) else {}
-    return json_response({"ret_code": ret_code, "error_text": str(error)}, status, headers)
 
 
 async def _chunks(generation: GenerationStream, started: float) -> AsyncIterator[bytes]:

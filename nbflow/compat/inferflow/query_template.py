@@ -15,8 +15,9 @@ r"""Inferflow's query templates: a prompt with fields in braces.
 
 Everything else is text, in which special tokens are recognized; user and system messages are
 encoded as plain text.  A template must have a query, except that of a decoder whose encoder reads
-it (``{#2}{__en__}{res_prefix}``), and holds one turn; conversations of several turns need a Jinja
-template.
+it (``{#2}{__en__}{res_prefix}``), and holds one turn.  A conversation of several turns repeats it:
+each answer is followed by the EOS token, if there is one, and the template of the next turn, with
+the same system message.  (Inferflow answers the last user message alone.)
 
 The named templates are those of Inferflow's service configuration
 (https://github.com/inferflow/inferflow/blob/14ff95e/bin/inferflow_service.ini), with their line
@@ -32,6 +33,7 @@ from nbflow.tokenization.tokenizer import Tokenizer
 from nbflow_kernels.errors import UsageError
 
 _FIELD = re.compile(r"\{([^{}]+)\}")
+_MAX_CHARACTERS = 1 << 24  # a long template is repeated in every turn
 _QUERY = {"query": "", "question": "", "_query": " ", "_question": " "}
 _ANSWER = ("res_prefix", "answer")
 _CHARACTERS = {" ": " ", "\\n": "\n", "\\r": "\r", "\\t": "\t", "\n": "\n", "\r": "\r", "\t": "\t"}
@@ -76,18 +78,29 @@ class Parts:
 
     def __init__(self) -> None:
         self.items: list[str | int] = []
-        self.shown = ""
+        self._shown: list[str] = []
+        self._size = 0
+
+    @property
+    def shown(self) -> str:
+        """Return the prompt as text."""
+        return "".join(self._shown)
 
     def text(self, text: str) -> None:
         """Add text."""
         if text:
-            self.items.append(text)
-            self.shown += text
+            self._add(text, text)
 
     def token(self, token: tuple[int, str]) -> None:
         """Add a token by id and text."""
-        self.items.append(token[0])
-        self.shown += token[1]
+        self._add(*token)
+
+    def _add(self, item: str | int, shown: str) -> None:
+        self._size += len(shown)
+        if self._size > _MAX_CHARACTERS:
+            raise UsageError(f"a prompt may have at most {_MAX_CHARACTERS:,} characters")
+        self.items.append(item)
+        self._shown.append(shown)
 
 
 def is_template(text: str) -> bool:
@@ -102,15 +115,28 @@ def fill(
     where: str,
     needs_query: bool = True,
 ) -> Parts:
-    """Fill a template with a conversation of one turn.
+    """Fill a template with a conversation.
 
-    That is an optional system message, the user message, and optionally the start of the response
-    as an assistant message.  With `needs_query`, a template without a query is refused.
+    That is an optional system message, then user and assistant messages in turn; a last message of
+    the assistant is the start of the response.  With `needs_query`, a template without a query is
+    refused.
     """
     if needs_query and not is_template(template):
         raise UsageError(f"{where}: must contain {{query}}")
-    system, query, answer = _one_turn(messages, where)
+    system, turns = _turns(messages, where)
     parts = Parts()
+    for i, (query, answer) in enumerate(turns):
+        _fill_turn(parts, template, (system, query, answer), tokenizer, where)
+        if i + 1 < len(turns) and tokenizer.eos_ids:
+            parts.token((tokenizer.eos_ids[0], tokenizer.piece(tokenizer.eos_ids[0])))
+    return parts
+
+
+def _fill_turn(
+    parts: Parts, template: str, texts: tuple[str, str, str], tokenizer: Tokenizer, where: str
+) -> None:
+    """Add one turn: the template with system message, query and answer."""
+    system, query, answer = texts
     position = 0
     for field in _FIELD.finditer(template):
         _own_text(parts, template[position : field.start()], tokenizer)
@@ -122,14 +148,13 @@ def fill(
             parts.text(system)
         elif name in _ANSWER:
             parts.text(answer)
-            return parts
+            return
         elif name in _CHARACTERS:
             parts.text(_CHARACTERS[name])
         else:
             parts.token(_token(name, tokenizer, where))
     _own_text(parts, template[position:], tokenizer)
     parts.text(answer)
-    return parts
 
 
 def _own_text(parts: Parts, text: str, tokenizer: Tokenizer) -> None:
@@ -141,21 +166,23 @@ def _own_text(parts: Parts, text: str, tokenizer: Tokenizer) -> None:
             parts.token((part, tokenizer.piece(part)))
 
 
-def _one_turn(messages: list[dict[str, Any]], where: str) -> tuple[str, str, str]:
-    """Return system message, query, and start of the response."""
-    texts = {"system": "", "user": "", "assistant": ""}
+def _turns(messages: list[dict[str, Any]], where: str) -> tuple[str, list[tuple[str, str]]]:
+    """Return the system message, and query and answer of each turn."""
     roles = [message["role"] for message in messages]
-    rest = roles[1:] if roles[0] == "system" else roles
-    if rest not in (["user"], ["user", "assistant"]):
+    first = int(roles[0] == "system")
+    rest = roles[first:]
+    usual = [("user", "assistant")[i % 2] for i in range(len(rest))]
+    if not rest or rest != usual:
         raise UsageError(
-            f"{where}: takes one turn (system, user, and perhaps the beginning of the answer), "
-            f"got {', '.join(roles)}; use a Jinja template for a longer conversation"
+            f"{where}: takes user and assistant messages in turn, perhaps after a system message, "
+            f"got {', '.join(roles[:20])}; use a Jinja template for other conversations"
         )
-    for message in messages:
-        if not isinstance(message["content"], str):
-            raise UsageError(f"{where}: takes content as text, not as a list of parts")
-        texts[message["role"]] = message["content"]
-    return texts["system"], texts["user"], texts["assistant"]
+    texts = [message["content"] for message in messages]
+    if not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"{where}: takes content as text, not as a list of parts")
+    said = texts[first:]
+    answers = [*said[1::2], ""]  # the last turn may have none yet
+    return "".join(texts[:first]), list(zip(said[::2], answers, strict=False))
 
 
 def _token(name: str, tokenizer: Tokenizer, where: str) -> tuple[int, str]:

@@ -30,8 +30,9 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
 
     def prepare() -> tuple[list[int], list[GenerationRequest]]:
         ids, decoder_ids = served.turn_ids(body.messages, template, **body.variables())
+        continues = body.continue_final_message or served.continues(body.messages, template)
         return ids, build_requests(
-            served, body, [ids], limit, state.config.limits, continues_text=False,
+            served, body, [ids], limit, state.config.limits, continues_text=continues,
             decoder_ids=decoder_ids,
         )  # fmt: skip
 

@@ -58,7 +58,7 @@ async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Res
         {
             "object": "list",
             "data": data,
-            "model": body.model or served.name,
+            "model": state.models.shown(body.model, served),
             "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
         }
     )

@@ -52,7 +52,7 @@ class ResponseWriter(ABC):
         self._head = {
             "id": f"{self.id_prefix}-{body.request_id or request.state.request_id}",
             "created": int(time.time()),
-            "model": body.model or served.name,
+            "model": state.models.shown(body.model, served),
         }
 
     async def respond(self, requests: Sequence[GenerationRequest]) -> Response:

@@ -21,4 +21,4 @@ async def models(state: State) -> Response:
 @router.get("/models/{model:path}", summary="Describe a model")
 async def model(model: str, state: State) -> Response:
     """Describe a model."""
-    return json_response(state.models.find(model).card(model))
+    return json_response(state.models.named(model).card(model))

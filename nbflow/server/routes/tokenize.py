@@ -28,6 +28,7 @@ async def tokenize(body: TokenizeBody, request: Request, state: State) -> Respon
                 body.messages,
                 template,
                 add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
                 parse_special=body.parse_special,
                 **body.chat_template_kwargs,
             )

@@ -17,6 +17,7 @@ from nbflow.tokenization.chat.template import (
     find_template,
     format_chat,
     named_templates,
+    uses_query_template,
 )
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "find_template",
     "format_chat",
     "named_templates",
+    "uses_query_template",
 ]

@@ -18,6 +18,8 @@ Each has ``NAMED`` (templates by name), ``is_template(text)`` and
 ``fill(text, messages, tokenizer, where, needs_query=True)``, which returns ``items`` and ``shown``.
 """
 _MARK = "\U0010ffff"  # a noncharacter that breaks up special tokens spelled out by users
+_END = "\U0010fffe"
+"""Noncharacter at the end of a message to be continued, where the prompt is cut."""
 _GUARDED = ("system", "user", "tool", "developer", "function", "ipython", "documents")
 
 
@@ -57,6 +59,11 @@ def find_template(stated: str, where: str, known: Sequence[str] = ()) -> Templat
     raise UsageError(f"{where} must contain {{query}}, or be Jinja with {{{{ or {{%")
 
 
+def uses_query_template(tokenizer: Tokenizer, template: str | None) -> bool:
+    """Return True if `format_chat` would fill a ``{query}`` template, not one in Jinja."""
+    return _choose(tokenizer, template, False).language is not None
+
+
 def template_language(text: str) -> Any:
     """Return the language of a template that may lack a query; the first of `LANGUAGES`."""
     found = _languages()
@@ -72,7 +79,8 @@ def format_chat(
     messages: Sequence[Message],
     template: str | None = None,
     *,
-    add_generation_prompt: bool = True,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
@@ -93,8 +101,13 @@ def format_chat(
         text of a template: Jinja, or Inferflow's language.  By default the model's own, which is
         "tool_use" if it has that and there are `tools`, else "default"; else that of its model file
         (``tokenizer.prompt_template``).
-    add_generation_prompt : bool
-        Ask the template to begin the assistant's answer.
+    add_generation_prompt : bool, optional
+        Ask the template to begin the assistant's answer; by default unless the final message is
+        continued.
+    continue_final_message : bool
+        End the prompt within the last message, which the model continues: what the template writes
+        after it is cut off.  As in transformers, spaces at its end are dropped if the template
+        strips messages.
     tools, documents : sequence of mapping, optional
         For templates that take them.
     **variables
@@ -120,7 +133,9 @@ def format_chat(
     >>> format_chat(tokenizer, messages, "{{ messages[0].role }}: {{ messages[0].content }}")
     'user: Hi'
     """
-    given = _Variables(messages, add_generation_prompt, tools, documents, variables)
+    given = _Variables(
+        messages, add_generation_prompt, continue_final_message, tools, documents, variables
+    )
     return _fill(tokenizer, template, given, guarded=False)[0]
 
 
@@ -129,7 +144,8 @@ def encode_chat(
     messages: Sequence[Message],
     template: str | None = None,
     *,
-    add_generation_prompt: bool = True,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     parse_special: bool = False,
@@ -143,7 +159,9 @@ def encode_chat(
 
     Parameters
     ----------
-    tokenizer, messages, template, add_generation_prompt, tools, documents, **variables
+    tokenizer, messages, template, tools, documents, **variables
+        As for `format_chat`.
+    add_generation_prompt, continue_final_message : bool
         As for `format_chat`.
     parse_special : bool
         Recognize special tokens in messages, too.
@@ -160,7 +178,9 @@ def encode_chat(
     UsageError
         As for `format_chat`; if the prompt is longer than `max_bytes`.
     """
-    given = _Variables(messages, add_generation_prompt, tools, documents, variables)
+    given = _Variables(
+        messages, add_generation_prompt, continue_final_message, tools, documents, variables
+    )
     prompt, parts = _fill(tokenizer, template, given, guarded=not parse_special)
     _check_size(prompt, max_bytes)
     if parts is not None and not parse_special:
@@ -190,7 +210,8 @@ class _Variables(NamedTuple):
     """Arguments of a template."""
 
     messages: Sequence[Message]
-    add_generation_prompt: bool
+    add_generation_prompt: bool | None
+    continue_final_message: bool
     tools: Sequence[Mapping[str, Any]] | None
     documents: Sequence[Mapping[str, Any]] | None
     more: Mapping[str, Any]
@@ -204,9 +225,17 @@ def _fill(
     With `guarded`, special tokens that users spell out in a Jinja prompt are marked.
     """
     messages = check_messages(given.messages)
+    continues = given.continue_final_message
+    if continues and given.add_generation_prompt:
+        raise UsageError(
+            "continue_final_message ends the prompt within the last message, "
+            "add_generation_prompt after it; give one of them"
+        )
     name, text, language = _choose(tokenizer, template, bool(given.tools))
     if language is not None:
         _refuse_extras(name, given)
+        if continues and messages[-1]["role"] != "assistant":
+            raise UsageError(f"{name}: continues only a last message of the assistant")
         filled = language.fill(text, messages, tokenizer, name)
         return str(filled.shown), filled.items
     from nbflow.tokenization.chat.sandbox import render  # late: most runs need no template
@@ -215,12 +244,39 @@ def _fill(
     variables = {
         **tokenizer.named_tokens,
         **plain(dict(given.more), "template variables"),
-        "messages": messages,
+        "messages": [*messages[:-1], _marked_end(messages[-1])] if continues else messages,
         "tools": None if tools is None else plain(list(tools), "tools"),
         "documents": None if documents is None else plain(list(documents), "documents"),
-        "add_generation_prompt": given.add_generation_prompt,
+        "add_generation_prompt": not continues
+        if given.add_generation_prompt is None
+        else given.add_generation_prompt,
     }
-    return render(text, _mark(tokenizer, variables) if guarded else variables, name), None
+    prompt = render(text, _mark(tokenizer, variables) if guarded else variables, name)
+    return (_cut(prompt, name) if continues else prompt), None
+
+
+def _marked_end(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with a mark at the end of its text, or of its last part of text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": f"{content}{_END} "}
+    parts = list(content or [])
+    for i in reversed(range(len(parts))):
+        if isinstance(parts[i].get("text"), str):
+            parts[i] = {**parts[i], "text": f"{parts[i]['text']}{_END} "}
+            return {**message, "content": parts}
+    raise UsageError("continue_final_message: the last message has no text to continue")
+
+
+def _cut(prompt: str, name: str) -> str:
+    """Return the prompt up to the mark; the space after the mark shows if the template strips."""
+    end = prompt.rfind(_END)
+    if end < 0:
+        raise UsageError(
+            f"{name} leaves out the end of the last message, which therefore cannot be continued"
+        )
+    kept = prompt[:end]
+    return kept if prompt.startswith(" ", end + 1) else kept.rstrip()
 
 
 def _check_size(prompt: str, most: int | None) -> None:
@@ -254,7 +310,7 @@ def _refuse_extras(name: str, given: _Variables) -> None:
     """Raise for arguments that a ``{query}`` template does not take."""
     extras = [*given.more]
     extras += [key for key in ("tools", "documents") if getattr(given, key)]
-    if extras or not given.add_generation_prompt:
+    if extras or given.add_generation_prompt is False:
         what = ", ".join(extras) or "add_generation_prompt=False"
         raise UsageError(f"{name}: a {{query}} template does not take {what}; use a Jinja template")
 
