@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nbflow.checkpoint.hub import is_repo_name
 from nbflow.spec.family import (
     Family,
     check_fields,
@@ -22,16 +23,18 @@ from nbflow.spec.family import (
 )
 from nbflow.spec.fields import Field, check_field
 from nbflow.spec.from_config import build_spec
+from nbflow.spec.model_names import known_models, model_name, unknown_model
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.utils.toml_schema import check_keys, check_value, read_toml, strings
-from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_specs import MODELS
+from nbflow_kernels.errors import UsageError
 
 MODEL_KEYS = {
     "name": "name of the model; by default that of the file",
     "description": "one line",
     "family": "name of the family, or path of a family file",
     "path": "weights, relative to the file; without it the file is used as --spec",
+    "hub": "the weights' name on the Hugging Face Hub, ORG/NAME, for nbflow pull",
+    "aliases": "further names of a model that comes with the package",
     "tokenizer": "tokenizer file, relative to the file",
     "prompt_template": "name or text of a chat template, for tokenizers without one",
 }
@@ -60,6 +63,8 @@ class ModelFile:
     description: str
     family: Family
     path: Path | None = None
+    hub: str | None = None
+    aliases: tuple[str, ...] = ()
     tokenizer: Path | None = None
     prompt_template: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
@@ -89,20 +94,14 @@ class ModelFile:
         )
 
 
-def known_models() -> dict[str, Path]:
-    """Return name -> model file of the models that come with the package."""
-    return {path.stem: path for path in sorted(MODELS.glob("*.toml"))}
-
-
 def find_model_file(spec: str | os.PathLike[str]) -> ModelFile:
     """Read the model file with this path, or the packaged one with this name."""
-    path, names = Path(spec), known_models()
+    path = Path(spec)
     if not path.exists() and path.suffix != ".toml":
-        if str(spec) not in names:
-            raise UsageError(
-                f"{unknown_name('spec', str(spec), names)}; or give the path of a file"
-            )
-        path = names[str(spec)]
+        name = model_name(str(spec))
+        if name is None:
+            raise UsageError(f"{unknown_model('spec', str(spec))}; or give the path of a file")
+        path = known_models()[name]
     return load_model_file(path)
 
 
@@ -144,7 +143,7 @@ def load_model_file(path: Path) -> ModelFile:
     values = {
         word: check_value(table[word], f"{where}: {word}", str)
         for word in MODEL_KEYS
-        if word in table
+        if word in table and word != "aliases"
     }
     if "family" not in values:
         raise UsageError(f"{where}: family is missing; it must name a family")
@@ -156,6 +155,8 @@ def load_model_file(path: Path) -> ModelFile:
         description=values.get("description", ""),
         family=family,
         path=_relative_to(path, values.get("path")),
+        hub=_hub(values.get("hub"), f"{where}: hub"),
+        aliases=strings(table.get("aliases", []), f"{where}: aliases"),
         tokenizer=_relative_to(path, values.get("tokenizer")),
         prompt_template=_template(values.get("prompt_template"), f"{where}: prompt_template"),
         config=check_keys(
@@ -176,6 +177,13 @@ def _family(path: Path, name: str) -> Family:
     if name.endswith(".toml"):
         return load_family(path.parent / name)
     return get_family(name, f"{path}: family")
+
+
+def _hub(stated: str | None, where: str) -> str | None:
+    """Return the name of a model of the Hub, checked."""
+    if stated is not None and not is_repo_name(stated):
+        raise UsageError(f"{where}: must be ORG/NAME, got {stated!r:.80}")
+    return stated
 
 
 def _template(stated: str | None, where: str) -> str | None:

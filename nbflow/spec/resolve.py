@@ -16,14 +16,14 @@ from nbflow.spec.model_file import (
     GENERATION,
     ModelFile,
     find_model_file,
-    known_models,
     load_model_file,
 )
+from nbflow.spec.model_names import known_models, model_name, unknown_model
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.tokenization import Tokenizer, load_tokenizer_file
 from nbflow.tokenization.find_files import NAMES, find_tokenizer, tokenizer_of_weights
 from nbflow.utils.json_file import read_object
-from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.errors import UsageError
 
 MAX_DIVISORS = 4096
 
@@ -55,7 +55,8 @@ def resolve(
     model : str or path
         A Hugging Face folder, a ``.safetensors`` file or torch checkpoint with config.json in its
         folder, a ``.gguf``, a llama2.c ``.bin``, a model file (``.toml``) with a ``path``, or the
-        name of a model that comes with the package.  An existing path wins over a name.
+        name of a model that comes with the package, or has a specification there and has been
+        downloaded.  An existing path wins over a name.
     spec : str or path, optional
         A model file (``.toml``) with the family and the differences from the checkpoint's own
         configuration, or the name of one that comes with the package.  The header of a GGUF or
@@ -93,7 +94,7 @@ def resolve(
         described = model_file
         if weights.format in ("safetensors", "pickle"):
             generation = read_object(folder / "generation_config.json", missing_ok=True) or {}
-        elif spec is not None and str(spec) in known_models() and not Path(spec).exists():
+        elif _is_packaged(model if spec is None else spec):
             described = None  # the header wins over a published model
         if described and not config:
             config, where = described.config, f"{described.name}: [config]"
@@ -171,24 +172,40 @@ def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
     elif path.exists():
         return None, path
     else:
-        names = known_models()
-        if str(model) not in names and is_repo_name(str(model)):
+        name = model_name(str(model))
+        if name is None and is_repo_name(str(model)):
             return None, _downloaded(str(model))
-        if str(model) not in names:
-            names = {name: file for name, file in names.items() if load_model_file(file).path}
+        if name is None:
             raise UsageError(
-                f"{unknown_name('model', str(model), names)}; or give the path of a folder or a "
-                "weight file that exists"
+                f"{unknown_model('model', str(model))}; or give the path of a folder or a weight "
+                "file that exists"
             )
-        toml = names[str(model)]
+        toml = known_models()[name]
     named = load_model_file(toml)
     if named.path is None:
-        raise UsageError(
-            f"{toml}: has no path to weights; name the weights as the model, and {model} as --spec"
-        )
+        return named, _of_hub(named, toml, str(model))
     if not named.path.exists():
         raise UsageError(f"{toml}: path does not exist: {named.path}")
     return named, named.path
+
+
+def _is_packaged(name: str | os.PathLike[str]) -> bool:
+    """Return whether a name stands for a model file of the package."""
+    return not Path(name).exists() and model_name(str(name)) is not None
+
+
+def _of_hub(named: ModelFile, toml: Path, model: str) -> Path:
+    """Return the downloaded weights of a model file without a path."""
+    otherwise = f"name the weights as the model, and {model} as --spec"
+    if named.hub is None:
+        raise UsageError(f"{toml}: has no path to weights; {otherwise}")
+    path = find_cached(named.hub)
+    if path is None:
+        raise UsageError(
+            f"the weights of {model} are {named.hub} on the Hub, which has not been downloaded: "
+            f"'nbflow pull {model}' does it; or {otherwise}"
+        )
+    return path
 
 
 def _downloaded(repo: str) -> Path:

@@ -15,19 +15,25 @@ from nbflow.spec import ModelSpec, ResolvedModel, check, known_models, published
 from nbflow.spec.check_tensors import ranges
 from nbflow.spec.explain import explain
 from nbflow.spec.model_file import ModelFile, load_model_file
+from nbflow.spec.model_names import model_name
 from nbflow.utils.tables import text_table
+from nbflow_kernels.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
         "model",
+        nargs="?",
         metavar="MODEL|FILE",
         help="Hugging Face folder, weight file, name of a model, or a family or spec file (.toml) "
         "without weights to check and explain",
     )
     parser.add_argument(
         "--spec", metavar="FILE", help="spec file or name, instead of the checkpoint's own"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="list the models that have a specification"
     )
     parser.add_argument("--tensors", action="store_true", help="list every tensor and its name")
     parser.add_argument("--program", action="store_true", help="print the op records of every rank")
@@ -39,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    if arguments.list:
+        return _list_models(as_json=arguments.json)
+    if arguments.model is None:
+        raise UsageError("MODEL is missing; 'nbflow spec --list' lists names")
     path = _without_weights(arguments.model)
     if path is not None and arguments.spec is None:
         model_file = load_model_file(path)
@@ -68,8 +78,31 @@ def _without_weights(model: str) -> Path | None:
     """Return the path of a spec or family file without weights, or None."""
     path = Path(model)
     if path.suffix != ".toml" and not path.exists():
-        path = known_models().get(model, path)
+        path = known_models().get(model_name(model) or "", path)
     return path if path.suffix == ".toml" and load_model_file(path).path is None else None
+
+
+def _list_models(*, as_json: bool) -> int:
+    """Print the models that come with the package, or have a specification there."""
+    files = {name: load_model_file(path) for name, path in known_models().items()}
+    rows = [
+        (name, file.hub or "with the package", file.description, ", ".join(file.aliases))
+        for name, file in files.items()
+    ]
+    columns = ("name", "weights", "description", "other names")
+    if as_json:
+        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))
+    else:
+        print(text_table(columns, rows))
+    return 0
+
+
+def _weights_row(model_file: ModelFile) -> tuple[str, str]:
+    """Return the printed row that says where the weights of a model file without a path are."""
+    named = "name them as MODEL, and this as --spec"
+    if model_file.hub is None:
+        return "weights", f"none: {named}"
+    return "weights", f"{model_file.hub} on the Hub: nbflow pull {model_file.name}; or {named}"
 
 
 def _published(model_file: ModelFile, arguments: argparse.Namespace) -> int:
@@ -90,7 +123,7 @@ def _published(model_file: ModelFile, arguments: argparse.Namespace) -> int:
             *_rows(spec),
             ("prompt template", repr(model_file.prompt_template)),
             ("defaults", model_file.defaults or "none"),
-            ("weights", "none: name them as MODEL, and this as --spec"),
+            _weights_row(model_file),
         ]
     )
     if arguments.tensors:
@@ -119,6 +152,7 @@ def _explain(path: Path, *, as_json: bool) -> int:
         fields = {name: {"source": source, "meaning": doc} for name, source, doc in rows}
         facts = {
             "family": family.name,
+            "hub": model_file.hub,
             "fields": fields,
             "prompt_template": model_file.prompt_template,
             "defaults": model_file.defaults,
@@ -135,6 +169,8 @@ def _explain(path: Path, *, as_json: bool) -> int:
         print(f"  prompt template: {model_file.prompt_template!r}")
     if model_file.defaults:
         print(f"  defaults: {model_file.defaults}")
+    if model_file.hub is not None:
+        print("  {}: {}".format(*_weights_row(model_file)))
     print("tensors")
     for ours, theirs in {**family.tensors, **model_file.tensors}.items():
         print(f"  {ours:<34} {' or '.join(theirs)}")
