@@ -151,7 +151,12 @@ def family_of(model_type: Any, where: str) -> Family:
 
 def load_family(path: Path) -> Family:
     """Read and check a family file and those that it extends."""
-    table = _extended(path, ())
+    return check_family(read_toml(path), path)
+
+
+def check_family(content: dict[str, Any], path: Path) -> Family:
+    """Check the content of a family file and return the family, merged with what it extends."""
+    table = _extended(content, path, ())
     config = _rules(table["config"], f"{path}: [config]")
     biases, encoder = table["biases"], table.get("encoder")
     return Family(
@@ -175,9 +180,8 @@ def load_family(path: Path) -> Family:
     )
 
 
-def _extended(path: Path, seen: tuple[str, ...]) -> dict[str, Any]:
+def _extended(table: dict[str, Any], path: Path, seen: tuple[str, ...]) -> dict[str, Any]:
     """Return the table of a file, merged over that of the family it extends."""
-    table = read_toml(path)
     for key in set(table) & set(FIELDS):
         raise UsageError(
             f"{path}: {key} is a field; it stands under [structure], or under [config] with the "
@@ -199,7 +203,8 @@ def _extended(path: Path, seen: tuple[str, ...]) -> dict[str, Any]:
     names = sorted(p.stem for p in FAMILIES.glob("*.toml"))
     if base not in names or base in (*seen, path.stem):
         raise UsageError(f"{path}: extends: {unknown_name('other family', base, names)}")
-    below = _extended(FAMILIES / f"{base}.toml", (*seen, path.stem))
+    below_path = FAMILIES / f"{base}.toml"
+    below = _extended(read_toml(below_path), below_path, (*seen, path.stem))
     merged = {part: {**below[part], **table[part]} for part in tables}
     # a field in one of these tables replaces the base's entry in the other
     for part, other in (("structure", "config"), ("config", "structure")):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from nbflow.checkpoint.hub import is_repo_name
 from nbflow.spec.family import (
@@ -47,6 +48,11 @@ MODEL_TABLES = {
     "defaults": "generation settings that win over generation_config.json",
 }
 """Tables of a model file."""
+READERS = {".json": "nbflow.compat.inferflow.model_spec_json"}
+"""Suffix of a specification in another program's format -> module, imported at first use.
+
+Its function ``load(path)`` returns a `ModelFile`.
+"""
 GENERATION = {
     "temperature": Field(float, "divisor of the logits", least=0.0),
     "top_k": Field(int, "most probable tokens kept", least=-1),
@@ -66,12 +72,15 @@ class ModelFile:
     hub: str | None = None
     aliases: tuple[str, ...] = ()
     tokenizer: Path | None = None
+    """Absolute, or the name of a file in the folder of the weights."""
     prompt_template: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
     override: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, tuple[str, ...]] = field(default_factory=dict)
     ignored_tensors: tuple[str, ...] = ()
     defaults: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """Entries that have no effect."""
 
     def build(
         self,
@@ -97,12 +106,17 @@ class ModelFile:
 def find_model_file(spec: str | os.PathLike[str]) -> ModelFile:
     """Read the model file with this path, or the packaged one with this name."""
     path = Path(spec)
-    if not path.exists() and path.suffix != ".toml":
+    if not path.exists() and not is_spec_path(path):
         name = model_name(str(spec))
         if name is None:
             raise UsageError(f"{unknown_model('spec', str(spec))}; or give the path of a file")
         path = known_models()[name]
     return load_model_file(path)
+
+
+def is_spec_path(path: Path) -> bool:
+    """Return whether a path is called as a specification, and not as weights."""
+    return path.suffix in (".toml", *READERS) and not path.name.endswith(".index.json")
 
 
 def published(model_file: ModelFile) -> ModelSpec:
@@ -133,7 +147,9 @@ def published(model_file: ModelFile) -> ModelSpec:
 
 
 def load_model_file(path: Path) -> ModelFile:
-    """Read and check a model file."""
+    """Read and check a model file, or a specification that one of `READERS` reads."""
+    if path.suffix in READERS:
+        return cast(ModelFile, import_module(READERS[path.suffix]).load(path))
     where = str(path)
     table = read_toml(path)
     if "family" not in table and {"structure", "config", "extends", "model_types"} & set(table):

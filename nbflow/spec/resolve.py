@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +15,10 @@ from nbflow.spec.family import Family, family_of
 from nbflow.spec.fields import DIVISORS, check_field
 from nbflow.spec.model_file import (
     GENERATION,
+    READERS,
     ModelFile,
     find_model_file,
+    is_spec_path,
     load_model_file,
 )
 from nbflow.spec.model_names import known_models, model_name, unknown_model
@@ -59,7 +62,8 @@ def resolve(
         downloaded.  An existing path wins over a name.
     spec : str or path, optional
         A model file (``.toml``) with the family and the differences from the checkpoint's own
-        configuration, or the name of one that comes with the package.  The header of a GGUF or
+        configuration, the name of one that comes with the package, or a model_spec.json of
+        Inferflow.  The header of a GGUF or
         another file wins over a name, of which only the template and the settings are used.
 
     Returns
@@ -86,6 +90,8 @@ def resolve(
     """
     named, path = _find(model)
     model_file = named if spec is None else find_model_file(spec)
+    for note in () if model_file is None else model_file.notes:
+        warnings.warn(f"{model if spec is None else spec}: {note}", stacklevel=2)
     with open_weights(path) as weights:
         config = weights.config() or {}
         folder = path if path.is_dir() else path.parent
@@ -94,8 +100,8 @@ def resolve(
         described = model_file
         if weights.format in ("safetensors", "pickle"):
             generation = read_object(folder / "generation_config.json", missing_ok=True) or {}
-        elif _is_packaged(model if spec is None else spec):
-            described = None  # the header wins over a published model
+        elif _is_general(model if spec is None else spec):
+            described = None  # the header wins
         if described and not config:
             config, where = described.config, f"{described.name}: [config]"
         config = _with_ids(config, generation)
@@ -104,6 +110,8 @@ def resolve(
         divisors = _rope_divisors(described.family, weights)
         resolved = described.build(config, where, set(weights.names()), divisors)
     tokenizer = model_file.tokenizer if model_file else None
+    if tokenizer is not None and not tokenizer.is_absolute():  # next to any weights, if there
+        tokenizer = folder / tokenizer if (folder / tokenizer).is_file() else None
     if tokenizer is None:
         tokenizer = tokenizer_of_weights(path, weights.format, resolved.vocab_size, config)
     elif not tokenizer.is_file():
@@ -167,7 +175,7 @@ def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> To
 def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
     """Return the model file, or None, and the path of the weights."""
     path = Path(model)
-    if path.suffix == ".toml" and path.is_file():
+    if is_spec_path(path) and path.is_file():
         toml = path
     elif path.exists():
         return None, path
@@ -189,9 +197,12 @@ def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
     return named, named.path
 
 
-def _is_packaged(name: str | os.PathLike[str]) -> bool:
-    """Return whether a name stands for a model file of the package."""
-    return not Path(name).exists() and model_name(str(name)) is not None
+def _is_general(spec: str | os.PathLike[str]) -> bool:
+    """Return whether a specification is not for one file: of the package, or another program's."""
+    path = Path(spec)
+    if path.exists():
+        return path.suffix in READERS
+    return model_name(str(spec)) is not None
 
 
 def _of_hub(named: ModelFile, toml: Path, model: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from nbflow.program import build, fuse, partition
 from nbflow.spec import ModelSpec, ResolvedModel, check, known_models, published, resolve
 from nbflow.spec.check_tensors import ranges
 from nbflow.spec.explain import explain
-from nbflow.spec.model_file import ModelFile, load_model_file
+from nbflow.spec.model_file import ModelFile, is_spec_path, load_model_file
 from nbflow.spec.model_names import model_name
 from nbflow.utils.tables import text_table
 from nbflow_kernels.errors import UsageError
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="MODEL|FILE",
         help="Hugging Face folder, weight file, name of a model, or a family or spec file (.toml) "
-        "without weights to check and explain",
+        "without weights to check and explain; also Inferflow's model_spec.json",
     )
     parser.add_argument(
         "--spec", metavar="FILE", help="spec file or name, instead of the checkpoint's own"
@@ -40,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--partition", metavar="P", default="0", help="partition for --program, e.g. '0&1'"
     )
+    parser.add_argument(
+        "--toml", action="store_true", help="convert Inferflow's model_spec.json to a family file"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -49,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _list_models(as_json=arguments.json)
     if arguments.model is None:
         raise UsageError("MODEL is missing; 'nbflow spec --list' lists names")
+    if arguments.toml:
+        return _convert(Path(arguments.model))
     path = _without_weights(arguments.model)
     if path is not None and arguments.spec is None:
         model_file = load_model_file(path)
@@ -77,9 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _without_weights(model: str) -> Path | None:
     """Return the path of a spec or family file without weights, or None."""
     path = Path(model)
-    if path.suffix != ".toml" and not path.exists():
+    if not is_spec_path(path) and not path.exists():
         path = known_models().get(model_name(model) or "", path)
-    return path if path.suffix == ".toml" and load_model_file(path).path is None else None
+    return path if is_spec_path(path) and load_model_file(path).path is None else None
 
 
 def _list_models(*, as_json: bool) -> int:
@@ -94,6 +100,19 @@ def _list_models(*, as_json: bool) -> int:
         print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))
     else:
         print(text_table(columns, rows))
+    return 0
+
+
+def _convert(path: Path) -> int:
+    """Print a model_spec.json of Inferflow as TOML, notes on stderr."""
+    from nbflow.compat.inferflow.model_spec_json import to_toml
+
+    if path.suffix != ".json":
+        raise UsageError(f"--toml converts a model_spec.json of Inferflow, got {str(path)!r:.80}")
+    text, notes = to_toml(path)
+    print(text, end="")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     return 0
 
 
@@ -153,6 +172,7 @@ def _explain(path: Path, *, as_json: bool) -> int:
         facts = {
             "family": family.name,
             "hub": model_file.hub,
+            "notes": model_file.notes,
             "fields": fields,
             "prompt_template": model_file.prompt_template,
             "defaults": model_file.defaults,
@@ -174,6 +194,8 @@ def _explain(path: Path, *, as_json: bool) -> int:
     print("tensors")
     for ours, theirs in {**family.tensors, **model_file.tensors}.items():
         print(f"  {ours:<34} {' or '.join(theirs)}")
+    for note in model_file.notes:
+        print(f"note: {note}")
     return 0
 
 
