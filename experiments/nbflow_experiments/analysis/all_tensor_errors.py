@@ -158,7 +158,12 @@ def _decoder(device: Device) -> Callable[[QuantTensor], NDArray[Any]]:
     """Return the function that dequantizes rows on a device, to an array on the host."""
     if device.on_host:
         return nk.dequantize
-    return lambda rows: np.asarray(nk.dequantize(device.quantized(rows)).get())
+
+    def decode(rows: QuantTensor) -> NDArray[Any]:
+        found: Any = nk.dequantize(device.quantized(rows))
+        return np.asarray(found.get())
+
+    return decode
 
 
 def tensor_errors(
