@@ -116,7 +116,11 @@ def plan_memory(config: Mapping[str, Any], partition: str) -> MemoryPlan:
     from nbflow.planner.memory_plan import plan_memory as plan
 
     names = ("weights", "outliers", "quantizer", "kv", "activations", "all_reduce", "device")
-    options = {name: config[name] for name in (*names, "max_context") if config[name]}
+    more = ("kv_host_percent", "cpu_layers", "max_context")
+    options = {name: config[name] for name in (*names, *more) if config[name]}
+    options["embeddings_on_host"] = bool(config["embeddings_on_host"])
+    if config["cpu_layers"]:  # the loaded model's partition has a rank for them
+        partition = str(config["partition"])
     run = RunSize(*(int(config[name]) for name in ("batch", "prompt", "decode")))
     return plan(str(config["model"]), run=run, partition=partition, **options)
 
@@ -175,7 +179,11 @@ def load(model: str, *, comm: Comm | None = None, **settings: str | float) -> LL
     known = fields(LoadOptions)
     unset = {name for name, value in settings.items() if known[name].default is None and not value}
     unset |= {"machine"} if settings.get("machine") == MEASURED else set()
-    given: dict[str, Any] = {n: value for n, value in settings.items() if n not in unset}
+    given: dict[str, Any] = {
+        name: bool(value) if known[name].default is False else value
+        for name, value in settings.items()
+        if name not in unset
+    }
     return nbflow.load(model, LoadOptions().replaced(given), comm=comm)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +46,14 @@ def _of_load(name: str) -> Setting:
     is_number = known.outside_hint in (int, float)
     absent: Value = 0 if is_number else ""
     default = absent if known.default is None else known.default
+    if isinstance(default, bool):
+        return Setting(name, int(default), 0, f"{known.option.help}; 1: yes")
     unset = f"; {absent!r}: {known.option.shown or 'none'}" if known.default is None else ""
     return Setting(name, default, 0, f"{known.option.help}{unset}")
 
 
+OFFLOAD_SETTINGS = ("kv_host_percent", "embeddings_on_host", "cpu_layers")
+"""Settings that move a part of a device's rank to the host."""
 _ALL = (
     Setting("model", "", 0, "model: folder, file or name of a model specification (required)"),
     Setting("weights", "f32", 0, "format of the weight matrices, or a policy file (.toml)"),
@@ -60,6 +65,7 @@ _ALL = (
         "cpu, cuda, cuda:1, emulator (CUDA kernels on the CPU, very slow), or one for each rank of "
         'the partition: "cpu,cuda" (in lists: cpu;cuda)',
     ),
+    *map(_of_load, OFFLOAD_SETTINGS),
     *map(_of_load, ("partition", "all_reduce", "optimize")),
     Setting(
         "machine", "", 0, "description to predict with and for 'auto': name, file, or 'measured'"
@@ -122,7 +128,7 @@ def check_value(name: str, value: object, where: str) -> Value:
         If the type is wrong, a number is too small, or a format or partition does not exist.
     """
     known = SETTINGS[name]
-    if name == "outliers":
+    if name in ("outliers", "kv_host_percent"):
         checked = fields(LoadOptions)[name].checked(value, outside=True, name=f"{where}: {name}")
         return float(checked)
     if name == "min_repetition_s":
@@ -133,6 +139,10 @@ def check_value(name: str, value: object, where: str) -> Value:
                 f"{value!r}"
             )
         return float(value)  # type: ignore[arg-type]
+    if name == "embeddings_on_host":
+        if not isinstance(value, int) or value not in (0, 1):  # false and true are 0 and 1
+            raise UsageError(f"{where}: {name} must be 0 or 1, false or true, got {value!r}")
+        return int(value)
     if known.is_number:
         if value in known.words:
             return str(value)
@@ -206,7 +216,30 @@ def resolve_words(config: dict[str, Value]) -> None:
                 "ranks = 'auto' counts the ranks that a partition names, and partition = 'auto' "
                 "names none; say how many: ranks = 2"
             )
-        config["ranks"] = max(backend.partition_ranks(str(config["partition"]))) + 1
+        config["ranks"] = highest_rank(config) + 1
+
+
+def highest_rank(config: Mapping[str, Value]) -> int:
+    """Return the highest rank of a point, the one that computes `cpu_layers` included."""
+    return max(backend.partition_ranks(str(config["partition"]))) + bool(config["cpu_layers"])
+
+
+def _check_offload(config: Mapping[str, Value]) -> None:
+    """Raise if settings move something to the host where nothing is on a device."""
+    given = [f"{name} = {config[name]}" for name in OFFLOAD_SETTINGS if config[name]]
+    device, partition = str(config["device"]), str(config["partition"])
+    if given and all(name == "cpu" for name in device.split(",")):
+        raise UsageError(
+            f"{', '.join(given)} {'have' if len(given) > 1 else 'has'} no effect on device "
+            f"{device!r}, where everything is on the host; exclude such points: [[exclude]] with "
+            "both lines"
+        )
+    if config["cpu_layers"] and (partition != "0" or "," in device):
+        raise UsageError(
+            f"cpu_layers = {config['cpu_layers']} needs partition = '0' on one device; for several "
+            "ranks name a CPU rank, e.g. partition = '0:2;1:6', device = 'cpu,cuda'; got "
+            f"partition = {partition!r}, device = {device!r}"
+        )
 
 
 def _check_devices(device: str, partition: str) -> None:
@@ -235,6 +268,7 @@ def check_configuration(config: dict[str, Value]) -> None:
             "the sweep names no model; write [settings] model = ... or an axis 'model'"
         )
     _check_devices(str(config["device"]), str(config["partition"]))
+    _check_offload(config)
     if config["quantizer"] == "outliers" and not config["outliers"]:
         raise UsageError("quantizer 'outliers' needs outliers, a share of the weights, e.g. 0.005")
     if config["outliers"] and backend.is_float_format(str(config["weights"])):

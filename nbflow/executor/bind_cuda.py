@@ -189,7 +189,12 @@ class CudaBinder(Binder):
 
     def _input(self, op: Op, index: int) -> PythonOp:
         out, executor = self.view(op.out), self.executor
-        return HostOp(op.kind, lambda: out.set(np.ascontiguousarray(executor.external_rows)))
+
+        def copy_in() -> None:
+            rows = np.ascontiguousarray(executor.external_rows)
+            (out if len(rows) == len(out) else out[: len(rows)]).set(rows)  # the rest is padding
+
+        return HostOp(op.kind, copy_in)
 
     def _experts(self, op: Op, index: int) -> PythonOp:
         spec, weights = self._spec.moe, self.executor.weights

@@ -21,7 +21,8 @@ from nbflow.quantization.prepare import no_format, transformed_spec
 from nbflow.spec import ModelSpec, published, resolve
 from nbflow.spec.family import family_of
 from nbflow.spec.from_config import build_spec
-from nbflow.spec.model_file import known_models, load_model_file
+from nbflow.spec.model_file import load_model_file
+from nbflow.spec.model_names import known_models, model_name
 from nbflow.utils.json_file import read_object
 from nbflow_kernels.errors import UsageError
 
@@ -191,7 +192,7 @@ def planned_model(
     if config.suffix == ".json" and config.is_file() and not _has_weights(path):
         return _described(config, weights)
     if not path.exists() or path.suffix == ".toml":
-        toml = path if path.suffix == ".toml" else known_models().get(str(model))
+        toml = path if path.suffix == ".toml" else known_models().get(model_name(str(model)) or "")
         if toml is not None:
             model_file = load_model_file(toml)
             if model_file.path is None:

@@ -3,7 +3,8 @@
 from nbflow.spec.architecture import RopeSpec
 from nbflow.spec.check_tensors import check
 from nbflow.spec.family import Family, families
-from nbflow.spec.model_file import find_model_file, known_models, published
+from nbflow.spec.model_file import find_model_file, published
+from nbflow.spec.model_names import known_models
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.resolve import ResolvedModel, load_tokenizer, resolve
 

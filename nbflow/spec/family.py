@@ -179,7 +179,12 @@ def family_of(model_type: Any, where: str) -> Family:
 
 def load_family(path: Path) -> Family:
     """Read and check a family file and those that it extends."""
-    table = _extended(path, (path.resolve(),))
+    return check_family(read_toml(path), path)
+
+
+def check_family(content: dict[str, Any], path: Path) -> Family:
+    """Check the content of a family file and return the family, merged with what it extends."""
+    table = _extended(content, path, (path.resolve(),))
     config = _rules(table["config"], f"{path}: [config]")
     biases, encoder = table["biases"], table.get("encoder")
     return Family(
@@ -204,12 +209,11 @@ def load_family(path: Path) -> Family:
     )
 
 
-def _extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _extended(table: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     """Return the table of a file, merged over that of the family it extends.
 
     `seen` are the file and those that extend it.
     """
-    table = read_toml(path)
     for key in set(table) & set(FIELDS):
         raise UsageError(
             f"{path}: {key} is a field; it stands under [structure], or under [config] with the "
@@ -231,7 +235,7 @@ def _extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     found = _find(base, f"{path}: extends", path)
     if found in seen:
         raise UsageError(f"{path}: extends: {base} extends this file; name another family")
-    below = _extended(found, (*seen, found))
+    below = _extended(read_toml(found), found, (*seen, found))
     merged = {part: {**below[part], **table[part]} for part in tables}
     # a field in one of these tables replaces the base's entry in the other
     for part, other in (("structure", "config"), ("config", "structure")):

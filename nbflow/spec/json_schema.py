@@ -67,6 +67,7 @@ def model_schema() -> dict[str, Any]:
         **_table(
             {
                 **words,
+                "aliases": _STRINGS,
                 "config": {"type": "object"},
                 "override": _fields_schema(),
                 "tensors": _tensors_schema(),

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from nbflow.checkpoint.hub import is_repo_name
 from nbflow.spec.family import (
     Family,
     check_fields,
@@ -22,16 +24,18 @@ from nbflow.spec.family import (
 )
 from nbflow.spec.fields import Field, check_field
 from nbflow.spec.from_config import build_spec
+from nbflow.spec.model_names import known_models, model_name, unknown_model
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.utils.toml_schema import check_keys, check_value, read_toml, strings
-from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_specs import MODELS
+from nbflow_kernels.errors import UsageError
 
 MODEL_KEYS = {
     "name": "name of the model; by default that of the file",
     "description": "one line",
     "family": "path of a family file, or name of one next to this file or of the package",
     "path": "weights, relative to the file; without it the file is used as --spec",
+    "hub": "the weights' name on the Hugging Face Hub, ORG/NAME, for nbflow pull",
+    "aliases": "further names of a model that comes with the package",
     "tokenizer": "tokenizer file, relative to the file",
     "prompt_template": "name or text of a chat template, for tokenizers without one",
 }
@@ -44,6 +48,11 @@ MODEL_TABLES = {
     "defaults": "generation settings that win over generation_config.json",
 }
 """Tables of a model file."""
+READERS = {".json": "nbflow.compat.inferflow.model_spec_json"}
+"""Suffix of a specification in another program's format -> module, imported at first use.
+
+Its function ``load(path)`` returns a `ModelFile`.
+"""
 GENERATION = {
     "temperature": Field(float, "divisor of the logits", least=0.0),
     "top_k": Field(int, "most probable tokens kept", least=-1),
@@ -60,13 +69,18 @@ class ModelFile:
     description: str
     family: Family
     path: Path | None = None
+    hub: str | None = None
+    aliases: tuple[str, ...] = ()
     tokenizer: Path | None = None
+    """Absolute, or the name of a file in the folder of the weights."""
     prompt_template: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
     override: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, tuple[str, ...]] = field(default_factory=dict)
     ignored_tensors: tuple[str, ...] = ()
     defaults: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """Entries that have no effect."""
 
     def build(
         self,
@@ -89,21 +103,20 @@ class ModelFile:
         )
 
 
-def known_models() -> dict[str, Path]:
-    """Return name -> model file of the models that come with the package."""
-    return {path.stem: path for path in sorted(MODELS.glob("*.toml"))}
-
-
 def find_model_file(spec: str | os.PathLike[str]) -> ModelFile:
     """Read the model file with this path, or the packaged one with this name."""
-    path, names = Path(spec), known_models()
-    if not path.exists() and path.suffix != ".toml":
-        if str(spec) not in names:
-            raise UsageError(
-                f"{unknown_name('spec', str(spec), names)}; or give the path of a file"
-            )
-        path = names[str(spec)]
+    path = Path(spec)
+    if not path.exists() and not is_spec_path(path):
+        name = model_name(str(spec))
+        if name is None:
+            raise UsageError(f"{unknown_model('spec', str(spec))}; or give the path of a file")
+        path = known_models()[name]
     return load_model_file(path)
+
+
+def is_spec_path(path: Path) -> bool:
+    """Return whether a path is called as a specification, and not as weights."""
+    return path.suffix in (".toml", *READERS) and not path.name.endswith(".index.json")
 
 
 def published(model_file: ModelFile) -> ModelSpec:
@@ -134,7 +147,9 @@ def published(model_file: ModelFile) -> ModelSpec:
 
 
 def load_model_file(path: Path) -> ModelFile:
-    """Read and check a model file."""
+    """Read and check a model file, or a specification that one of `READERS` reads."""
+    if path.suffix in READERS:
+        return cast(ModelFile, import_module(READERS[path.suffix]).load(path))
     where = str(path)
     table = read_toml(path)
     if "family" not in table and {"structure", "config", "extends", "model_types"} & set(table):
@@ -144,7 +159,7 @@ def load_model_file(path: Path) -> ModelFile:
     values = {
         word: check_value(table[word], f"{where}: {word}", str)
         for word in MODEL_KEYS
-        if word in table
+        if word in table and word != "aliases"
     }
     if "family" not in values:
         raise UsageError(f"{where}: family is missing; it must name a family")
@@ -156,6 +171,8 @@ def load_model_file(path: Path) -> ModelFile:
         description=values.get("description", ""),
         family=family,
         path=_relative_to(path, values.get("path")),
+        hub=_hub(values.get("hub"), f"{where}: hub"),
+        aliases=strings(table.get("aliases", []), f"{where}: aliases"),
         tokenizer=_relative_to(path, values.get("tokenizer")),
         prompt_template=_template(values.get("prompt_template"), f"{where}: prompt_template"),
         config=check_keys(
@@ -176,6 +193,13 @@ def _family(path: Path, name: str) -> Family:
     if name.endswith(".toml"):
         return load_family(path.parent / name)
     return get_family(name, f"{path}: family", path)
+
+
+def _hub(stated: str | None, where: str) -> str | None:
+    """Return the name of a model of the Hub, checked."""
+    if stated is not None and not is_repo_name(stated):
+        raise UsageError(f"{where}: must be ORG/NAME, got {stated!r:.80}")
+    return stated
 
 
 def _template(stated: str | None, where: str) -> str | None:

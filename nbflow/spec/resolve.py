@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +15,18 @@ from nbflow.spec.family import Family, family_of
 from nbflow.spec.fields import DIVISORS, check_field
 from nbflow.spec.model_file import (
     GENERATION,
+    READERS,
     ModelFile,
     find_model_file,
-    known_models,
+    is_spec_path,
     load_model_file,
 )
+from nbflow.spec.model_names import known_models, model_name, unknown_model
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.tokenization import Tokenizer, load_tokenizer_file
 from nbflow.tokenization.find_files import NAMES, find_tokenizer, tokenizer_of_weights
 from nbflow.utils.json_file import read_object
-from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.errors import UsageError
 
 MAX_DIVISORS = 4096
 
@@ -55,10 +58,12 @@ def resolve(
     model : str or path
         A Hugging Face folder, a ``.safetensors`` file or torch checkpoint with config.json in its
         folder, a ``.gguf``, a llama2.c ``.bin``, a model file (``.toml``) with a ``path``, or the
-        name of a model that comes with the package.  An existing path wins over a name.
+        name of a model that comes with the package, or has a specification there and has been
+        downloaded.  An existing path wins over a name.
     spec : str or path, optional
         A model file (``.toml``) with the family and the differences from the checkpoint's own
-        configuration, or the name of one that comes with the package.  The header of a GGUF or
+        configuration, the name of one that comes with the package, or a model_spec.json of
+        Inferflow.  The header of a GGUF or
         another file wins over a name, of which only the template and the settings are used.
 
     Returns
@@ -85,6 +90,8 @@ def resolve(
     """
     named, path = _find(model)
     model_file = named if spec is None else find_model_file(spec)
+    for note in () if model_file is None else model_file.notes:
+        warnings.warn(f"{model if spec is None else spec}: {note}", stacklevel=2)
     with open_weights(path) as weights:
         config = weights.config() or {}
         folder = path if path.is_dir() else path.parent
@@ -93,8 +100,8 @@ def resolve(
         described = model_file
         if weights.format in ("safetensors", "pickle"):
             generation = read_object(folder / "generation_config.json", missing_ok=True) or {}
-        elif spec is not None and str(spec) in known_models() and not Path(spec).exists():
-            described = None  # the header wins over a published model
+        elif _is_general(model if spec is None else spec):
+            described = None  # the header wins
         if described and not config:
             config, where = described.config, f"{described.name}: [config]"
         config = _with_ids(config, generation)
@@ -103,6 +110,8 @@ def resolve(
         divisors = _rope_divisors(described.family, weights)
         resolved = described.build(config, where, set(weights.names()), divisors)
     tokenizer = model_file.tokenizer if model_file else None
+    if tokenizer is not None and not tokenizer.is_absolute():  # next to any weights, if there
+        tokenizer = folder / tokenizer if (folder / tokenizer).is_file() else None
     if tokenizer is None:
         tokenizer = tokenizer_of_weights(path, weights.format, resolved.vocab_size, config)
     elif not tokenizer.is_file():
@@ -166,29 +175,48 @@ def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> To
 def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
     """Return the model file, or None, and the path of the weights."""
     path = Path(model)
-    if path.suffix == ".toml" and path.is_file():
+    if is_spec_path(path) and path.is_file():
         toml = path
     elif path.exists():
         return None, path
     else:
-        names = known_models()
-        if str(model) not in names and is_repo_name(str(model)):
+        name = model_name(str(model))
+        if name is None and is_repo_name(str(model)):
             return None, _downloaded(str(model))
-        if str(model) not in names:
-            names = {name: file for name, file in names.items() if load_model_file(file).path}
+        if name is None:
             raise UsageError(
-                f"{unknown_name('model', str(model), names)}; or give the path of a folder or a "
-                "weight file that exists"
+                f"{unknown_model('model', str(model))}; or give the path of a folder or a weight "
+                "file that exists"
             )
-        toml = names[str(model)]
+        toml = known_models()[name]
     named = load_model_file(toml)
     if named.path is None:
-        raise UsageError(
-            f"{toml}: has no path to weights; name the weights as the model, and {model} as --spec"
-        )
+        return named, _of_hub(named, toml, str(model))
     if not named.path.exists():
         raise UsageError(f"{toml}: path does not exist: {named.path}")
     return named, named.path
+
+
+def _is_general(spec: str | os.PathLike[str]) -> bool:
+    """Return whether a specification is not for one file: of the package, or another program's."""
+    path = Path(spec)
+    if path.exists():
+        return path.suffix in READERS
+    return model_name(str(spec)) is not None
+
+
+def _of_hub(named: ModelFile, toml: Path, model: str) -> Path:
+    """Return the downloaded weights of a model file without a path."""
+    otherwise = f"name the weights as the model, and {model} as --spec"
+    if named.hub is None:
+        raise UsageError(f"{toml}: has no path to weights; {otherwise}")
+    path = find_cached(named.hub)
+    if path is None:
+        raise UsageError(
+            f"the weights of {model} are {named.hub} on the Hub, which has not been downloaded: "
+            f"'nbflow pull {model}' does it; or {otherwise}"
+        )
+    return path
 
 
 def _downloaded(repo: str) -> Path:

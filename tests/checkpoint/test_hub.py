@@ -20,6 +20,8 @@ from small_models import write_llama
 
 import nbflow
 from nbflow.checkpoint.hub import HubFile, choose_files, find_cached, pull
+from nbflow.cli import make_parser
+from nbflow.cli.commands import pull as pull_command
 from nbflow.spec import resolve
 from nbflow_kernels.errors import UsageError
 
@@ -103,6 +105,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     Hub.repos = {
         "org/llama": {**files, "README.md": b"#", "pytorch_model.bin": b"not wanted"},
+        "meta-llama/Llama-2-7b-chat-hf": files,
         "org/odd": {"a[1].gguf": b"GGUF1", "a1.gguf": b"GGUF", "b/c-00001-of-00001.gguf": b"GGUFc"},
         "org/quants": {"a-Q4_K_M.gguf": b"GGUF4", "a-Q8_0.gguf": b"GGUF8", "README.md": b"#"},
     }
@@ -151,6 +154,35 @@ def test_a_model_is_found_by_its_name() -> None:
     Hub.log.clear()
     assert nbflow_command("pull", "org/llama").returncode == 0
     assert not [path for path in Hub.log if "/resolve/" in path]  # nothing twice
+
+
+def test_a_name_of_the_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It downloads the weights that its model file names; the name then stands for them."""
+    parser = make_parser("pull")
+    assert pull_command.run(parser.parse_args(["llama2-7b-chat-hf"])) == 0
+    assert "nbflow run llama2-7b-chat-hf -p" in capsys.readouterr().out
+    got = [path for path in Hub.log if "/resolve/" in path]
+    assert got
+    assert all(path.startswith("/meta-llama/Llama-2-7b-chat-hf/") for path in got)
+    for name in ("llama2_7b_chat", "Llama2-7B-chat-hf"):
+        found = resolve(name)
+        assert (found.spec.n_layers, found.defaults["top_p"]) == (1, 0.9)
+        assert (found.prompt_template or "").startswith("{% for m in messages %}")
+    folder = tmp_path / "here"
+    assert pull_command.run(parser.parse_args(["llama2_7b_chat", "--to", str(folder)])) == 0
+    assert f"nbflow run {folder} --spec llama2_7b_chat -p" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tiny_python", "comes with the package: nbflow run tiny_python"),
+        ("llama2_7b_chad", "unknown model 'llama2_7b_chad'; did you mean 'llama2_7b_chat'.*ORG/"),
+    ],
+)
+def test_names_without_a_download(name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        pull_command.run(make_parser("pull").parse_args([name]))
 
 
 def test_names_are_not_patterns(tmp_path: Path) -> None:

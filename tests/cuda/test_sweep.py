@@ -142,6 +142,35 @@ def test_a_rank_on_the_host_beside_one_on_a_device(tmp_path: Path) -> None:
     assert point["plan_vram_bytes"] < 0.7 * whole
 
 
+def test_parts_in_the_hosts_memory(tmp_path: Path) -> None:
+    """Less of the device's memory, as planned, for each setting; the settings are columns."""
+    write_model(tmp_path / "model")
+    file = tmp_path / "offload.toml"
+    file.write_text(
+        SWEEP[: SWEEP.index("[axes]")].replace("MODEL", str(tmp_path / "model"))
+        + "[[zip]]\nkv_host_percent = [0, 50, 0, 0]\nembeddings_on_host = [false, false, true, "
+        "false]\ncpu_layers = [0, 0, 0, 1]\n"
+    )
+    reset()
+    code = run_sweep(SweepOptions(file, tmp_path))
+    stand_in.reset()
+    assert code == 0
+    points = read_points(tmp_path / "devices")[1]
+    names = ("kv_host_percent", "embeddings_on_host", "cpu_layers", "partition_chosen")
+    by_setting = {tuple(point[name] for name in names): point for point in points}
+    assert list(by_setting) == [
+        (0.0, 0, 0, "0"), (50.0, 0, 0, "0"), (0.0, 1, 0, "0"), (0.0, 0, 1, "0;1")
+    ]  # fmt: skip
+    whole, *less = by_setting.values()
+    for point in points:
+        assert point["vram_bytes"] == pytest.approx(point["plan_vram_bytes"], rel=0.02)
+    for point, part in zip(less, (whole["kv_allocated_bytes"] / 2, 64 * 32 * 4), strict=False):
+        assert whole["plan_vram_bytes"] - point["plan_vram_bytes"] == part
+        assert whole["vram_bytes"] - point["vram_bytes"] >= 0.9 * part
+    one_layer = whole["kv_allocated_bytes"] / 2
+    assert whole["plan_vram_bytes"] - less[2]["plan_vram_bytes"] > one_layer
+
+
 def test_bench_compares_with_the_devices_bandwidth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], cupy: Any
 ) -> None:

@@ -18,7 +18,7 @@ from nbflow_experiments.config.sweep_file import load_sweep
 from nbflow_experiments.measures import Context, memory
 from nbflow_experiments.report import memory as figure
 from nbflow_experiments.report.data import load_results
-from nbflow_experiments.settings import check_value
+from nbflow_experiments.settings import OFFLOAD_SETTINGS, check_value
 from nbflow_experiments.store import gpu_facts
 from nbflow_experiments.store.results_reader import parse_where, read_points
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
@@ -64,6 +64,45 @@ def test_the_device_is_part_of_the_identity(sweep_file: Path) -> None:
         for name in names
     ]
     assert len(set.union(*ids)) == sum(map(len, ids)) == 12 * len(names)
+
+
+ON_DEVICE = ('settings.device="cuda"', 'axes.partition=["0"]', "axes.batch=[1]")
+
+
+@pytest.mark.usefixtures("fake")
+def test_settings_that_move_parts_to_the_host(sweep_file: Path) -> None:
+    """Points without them have the ids that they had before there were any."""
+    plain = {p.id for p in make_points(load_sweep(sweep_file, ON_DEVICE))}
+    unset = ["settings.kv_host_percent=0", "settings.embeddings_on_host=false"]
+    assert {p.id for p in make_points(load_sweep(sweep_file, [*ON_DEVICE, *unset]))} == plain
+    axes = ["axes.kv_host_percent=[0, 12.5]", "axes.embeddings_on_host=[0, true]"]
+    lists = {"cpu_layers": ["0-2"]}
+    points = make_points(load_sweep(sweep_file, [*ON_DEVICE, *axes], lists=lists))
+    assert len({p.id for p in points}) == len(points) == 12 * len(plain)
+    assert plain < {p.id for p in points}
+    settings = {tuple(p.config[name] for name in OFFLOAD_SETTINGS) for p in points}
+    assert len(settings) == 12
+    assert (12.5, 1, 2) in settings
+    changes = [*ON_DEVICE, "settings.cpu_layers=1", 'settings.ranks="auto"']
+    assert {p.config["ranks"] for p in make_points(load_sweep(sweep_file, changes))} == {2}
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (['settings.device="cpu"', "settings.kv_host_percent=50"], "50.0 has no effect on device"),
+        (['settings.device="cpu"', "axes.cpu_layers=[0,1]"], "cpu_layers = 1 has no effect on d"),
+        (["settings.embeddings_on_host=2"], "embeddings_on_host must be 0 or 1, false or true"),
+        (['settings.embeddings_on_host="x"'], "embeddings_on_host must be 0 or 1"),
+        (["settings.kv_host_percent=101"], r"kv_host_percent must be in 0\.\.100"),
+        (["settings.cpu_layers=-1"], "cpu_layers must be at least 0"),
+        (["settings.cpu_layers=1", 'axes.partition=["0&1"]'], "needs partition = '0' on one dev"),
+    ],
+)
+def test_offload_that_cannot_be(sweep_file: Path, changes: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_sweep(sweep_file, [*ON_DEVICE, *changes])
 
 
 def test_a_device_that_is_missing_fails_its_points_alone(tmp_path: Path) -> None:

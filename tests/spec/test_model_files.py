@@ -17,6 +17,7 @@ from nbflow.cli.commands import spec as spec_command
 from nbflow.distributed import make_plan
 from nbflow.program import build, fuse, partition
 from nbflow.spec import find_model_file, known_models, load_tokenizer, published, resolve
+from nbflow.spec.model_names import aliases_of, model_name
 from nbflow.tokenization import Tokenizer
 from nbflow.tokenization.chat import encode_chat, format_chat
 from nbflow_kernels.errors import UsageError
@@ -65,7 +66,7 @@ PARAMETERS = {
     "yi_34b_chat": 34_388_917_248,
     "yi_6b": 6_061_035_520,
 }
-NO_NUMBERS = {"tiny_python", "tiny_python_draft", "xverse_13b_chat"}
+NO_NUMBERS = {"tiny_python", "tiny_python_draft", "xverse_13b_chat", "yi_6b_200k"}
 NO_TEMPLATE = {
     "tiny_python", "tiny_python_draft", "bert_base_multilingual_cased", "facebook_m2m100_418m",
     "llama3.1_70b", "llama3.1_405b", "deepseek_v2_chat", "deepseek_v2_lite_chat", "deepseek_v3",
@@ -103,7 +104,49 @@ PROMPTS = {
     "xverse_13b_chat": "Human: Hi\n\nAssistant: ",
     "yi_34b_chat": CHATML,
     "yi_6b": "<s>Hi",
+    "yi_6b_200k": "<s>Hi",
 }
+INFERFLOW = {
+    "aquila_chat2_34b": "BAAI/AquilaChat2-34B",
+    "baichuan2_7b_chat": "baichuan-inc/Baichuan2-7B-Chat",
+    "baichuan2_13b_chat": "baichuan-inc/Baichuan2-13B-Chat",
+    "bert-base-multilingual-cased": "google-bert/bert-base-multilingual-cased",
+    "bloomz_3b": "bigscience/bloomz-3b",
+    "chatglm2_6b": "THUDM/chatglm2-6b",
+    "deepseek_moe_16b_base": "deepseek-ai/deepseek-moe-16b-base",
+    "facebook_m2m100_418m": "facebook/m2m100_418M",
+    "falcon_7b_instruct": "tiiuae/falcon-7b-instruct",
+    "falcon_40b_instruct": "tiiuae/falcon-40b-instruct",
+    "fusellm_7b": "Wanfq/FuseLLM-7B",
+    "gemma_2b_it": "google/gemma-2b-it",
+    "internlm-chat-20b": "internlm/internlm-chat-20b",
+    "llama2_7b": "meta-llama/Llama-2-7b-hf",
+    "llama2_7b_chat": "meta-llama/Llama-2-7b-chat-hf",
+    "llama2_13b_chat": "meta-llama/Llama-2-13b-chat-hf",
+    "minicpm_2b_dpo_bf16": "openbmb/MiniCPM-2B-dpo-bf16",
+    "mistral_7b_instruct": "mistralai/Mistral-7B-Instruct-v0.2",
+    "mixtral_8x7b_instruct_v0.1": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "open_llama_3b": "openlm-research/open_llama_3b",
+    "opt_350m": "facebook/opt-350m",
+    "opt_13b": "facebook/opt-13b",
+    "opt_iml_max_30b": "facebook/opt-iml-max-30b",
+    "orion_14b_chat": "OrionStarAI/Orion-14B-Chat",
+    "phi_2": "microsoft/phi-2",
+    "qwen1.5_7b_chat": "Qwen/Qwen1.5-7B-Chat",
+    "xverse_13b_chat": "xverse/XVERSE-13B-Chat",
+    "yi_6b": "01-ai/Yi-6B",
+    "yi_34b_chat": "01-ai/Yi-34B-Chat",
+    # sections of its service file that are called otherwise
+    "bert_base_multilingual_cased": "google-bert/bert-base-multilingual-cased",
+    "internlm_chat_20b": "internlm/internlm-chat-20b",
+    "llama2_7b_hf": "meta-llama/Llama-2-7b-hf",
+    "llama2_7b_chat_hf": "meta-llama/Llama-2-7b-chat-hf",
+    "llama2_13b_chat_hf": "meta-llama/Llama-2-13b-chat-hf",
+    "mixtral_8x7b_instruct": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "qwen1.5_0.5b_chat": "Qwen/Qwen1.5-0.5B-Chat",
+    "yi_6b_200k": "01-ai/Yi-6B-200K",
+}
+"""Names of Inferflow's predefined models, and the weights that they stand for."""
 HI = [{"role": "user", "content": "Hi"}]
 SPECIAL = {
     "<s>": 1, "</s>": 2, "<reserved_106>": 3, "<reserved_107>": 4, "<start_of_turn>": 5,
@@ -150,6 +193,26 @@ def test_tables_are_complete() -> None:
     names = set(known_models())
     assert set(PARAMETERS) | NO_NUMBERS == names
     assert set(PROMPTS) | NO_TEMPLATE == names
+
+
+@pytest.mark.parametrize("name", INFERFLOW)
+def test_names_of_inferflow(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each is a model of the package, whose weights have a name on the Hub."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for written in (name, name.upper(), name.replace("_", "-"), name.replace("-", "_")):
+        assert find_model_file(written).hub == INFERFLOW[name]
+    message = f"weights of {name} are {INFERFLOW[name]} on the Hub.*'nbflow pull {name}' does it"
+    with pytest.raises(UsageError, match=message):
+        resolve(name)
+
+
+def test_names_stand_for_one_model() -> None:
+    written = [n for name, file in known_models().items() for n in (name, *aliases_of(file))]
+    folded = [name.casefold().replace("-", "_") for name in written]
+    assert len(set(folded)) == len(folded)
+    assert all(model_name(name) in known_models() for name in written)
+    for name in ("", "../models/phi_2", "/phi_2", "llama2_7b.toml"):
+        assert model_name(name) is None
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -274,10 +337,19 @@ def test_wrong_files(tmp_path: Path, line: str, message: str) -> None:
 
 
 def test_names_that_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no path to weights; name the weights .* llama2_7b as"):
-        resolve("llama2_7b")
-    with pytest.raises(UsageError, match="unknown spec 'llama2_7'; did you mean 'llama2_7b'"):
-        resolve(TINY, spec="llama2_7")
+    own = tmp_path / "own.toml"
+    own.write_text('family = "llama"\n')
+    with pytest.raises(UsageError, match=r"no path to weights; name the weights .*own.toml as --"):
+        resolve(own)
+    own.write_text('family = "llama"\nhub = "llama"\n')
+    with pytest.raises(UsageError, match=r"own.toml: hub: must be ORG/NAME, got 'llama'"):
+        resolve(own)
+    close = "did you mean 'llama2_7b' or .*; or give the path of a f"
+    for model, spec, kind in ((TINY, "llama2_7", "spec"), ("llama2_7", None, "model")):
+        with pytest.raises(UsageError, match=f"unknown {kind} 'llama2_7'; {close}"):
+            resolve(model, spec=spec)
+    with pytest.raises(UsageError, match="unknown model 'zzz'; 'nbflow spec --list' lists all"):
+        resolve("zzz")
     with pytest.raises(UsageError, match="cannot be opened"):
         resolve(TINY, spec=tmp_path / "none.toml")
     save_file({"x": np.zeros(1, np.float32)}, tmp_path / "x.safetensors")
@@ -300,3 +372,11 @@ def test_spec_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "xverse_13b_chat")  # no numbers: where they come from
     assert "key vocab_size\n" in text
     assert "defaults: {'top_p': 0.9}\n" in text
+    assert "weights: xverse/XVERSE-13B-Chat on the Hub: nbflow pull xverse_13b_chat" in text
+    listed = run(capsys, "--list")
+    assert "\nphi_2 " in listed
+    assert "minicpm_2b_dpo_bf16\n" in listed
+    rows = {row["name"]: row for row in json.loads(run(capsys, "--list", "--json"))}
+    assert rows["phi_2"]["weights"] == "microsoft/phi-2"
+    with pytest.raises(UsageError, match="MODEL is missing"):
+        run(capsys)

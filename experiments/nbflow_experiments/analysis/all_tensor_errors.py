@@ -11,13 +11,17 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+import nbflow_kernels as nk
+from nbflow.distributed.device import Device, find_device
 from nbflow.quantization.policy import is_matrix, is_quantized
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_experiments.analysis.histograms import Weights
 from nbflow_experiments.analysis.ratios import Table, relative_error, table_of
 from nbflow_experiments.analysis.tensor_error import TensorError, tensor_error
 from nbflow_experiments.analysis.treatments import Checkpoint, Format, Treatment
+from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError
 
 HISTOGRAMS = ("rows", "columns", "blocks")
@@ -118,6 +122,7 @@ def each_tensor(
     treatments: Sequence[Treatment],
     pattern: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    device: str = "cpu",
 ) -> Iterator[TensorResult]:
     """Yield the error of each tensor under every treatment.
 
@@ -133,17 +138,32 @@ def each_tensor(
         As in `chosen_tensors`.
     progress : callable, optional
         Called with the number of tensors done and of all.
+    device : str
+        ``cpu``, ``cuda``, ``cuda:N`` or ``emulator``: device that dequantizes.
     """
+    decode = _decoder(find_device(device))
     names = chosen_tensors(checkpoint.spec, pattern)
     for i, name in enumerate(names):
         exact = checkpoint.matrix(name)
         weights = Weights.of(exact)
         for treatment in treatments:
             quantized = treatment.encode(name, exact)
-            error = tensor_error(exact, quantized, weights)
+            error = tensor_error(exact, quantized, weights, decode)
             yield TensorResult(name, treatment.label, quantized.format.name, error)
         if progress is not None:
             progress(i + 1, len(names))
+
+
+def _decoder(device: Device) -> Callable[[QuantTensor], NDArray[Any]]:
+    """Return the function that dequantizes rows on a device, to an array on the host."""
+    if device.on_host:
+        return nk.dequantize
+
+    def decode(rows: QuantTensor) -> NDArray[Any]:
+        found: Any = nk.dequantize(device.quantized(rows))
+        return np.asarray(found.get())
+
+    return decode
 
 
 def tensor_errors(
@@ -152,6 +172,7 @@ def tensor_errors(
     *,
     tensors: str | None = None,
     spec: str | None = None,
+    device: str = "cpu",
 ) -> Table:
     """Return a table of the quantization error of every tensor, per format.
 
@@ -165,6 +186,8 @@ def tensor_errors(
         A shell pattern of tensor names, as in `chosen_tensors`.
     spec : str, optional
         As in `nbflow.load`.
+    device : str
+        As in `each_tensor`.
 
     Returns
     -------
@@ -183,7 +206,7 @@ def tensor_errors(
     [['layers.0.attn.q.weight', 5.0, 0.069]]
     """
     with Checkpoint(model, spec) as checkpoint:
-        found = each_tensor(checkpoint, as_treatments(weights), tensors)
+        found = each_tensor(checkpoint, as_treatments(weights), tensors, device=device)
         return table_of([one.row() for one in found])
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow.distributed.device import Device, find_device
 from nbflow.executor import Step
 from nbflow.quantization.policy import is_quantized
 from nbflow_experiments.analysis.all_tensor_errors import as_treatments, kind_of, layer_of
@@ -65,6 +66,7 @@ def attribution(
     by: Sequence[str] = BY,
     complement: bool = True,
     spec: str | None = None,
+    device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> Attribution:
     """Attribute the KL divergence of a quantized model to its tensors, layers or kinds.
@@ -88,6 +90,8 @@ def attribution(
         Also measure each group in float32 with everything else quantized.
     spec : str, optional
         As in `nbflow.load`.
+    device : str
+        As in `nbflow_experiments.analysis.layer_errors.layer_errors`.
     progress : callable, optional
         Called with the number of runs of a window done and of all.
 
@@ -115,7 +119,7 @@ def attribution(
     with Checkpoint(model, spec) as checkpoint:
         if not predicts(checkpoint.spec):
             raise UsageError(f"{checkpoint.spec.name} predicts no next token; nothing to compare")
-        resident = _Resident(checkpoint, windows)
+        resident = _Resident(checkpoint, windows, find_device(device, graphs=False))
         groups = _tensor_groups(checkpoint, resident.stages, by)
         runs = len(treatments) * len(windows) * len(groups) * (2 if complement else 1)
         done = itertools.count(1)
@@ -176,13 +180,13 @@ class _Scores:
 class _Resident:
     """All stages of a model in float32, and quantized matrices to swap in."""
 
-    def __init__(self, checkpoint: Checkpoint, windows: Windows) -> None:
+    def __init__(self, checkpoint: Checkpoint, windows: Windows, device: Device) -> None:
         tables: dict[Any, Any] = {}
         self._checkpoint = checkpoint
         self._steps = make_steps(checkpoint.spec, [window[:-1] for window in windows])
         self._targets = [np.asarray(window[1:], np.int32) for window in windows]
         programs = stage_programs(checkpoint.spec)
-        self.stages = [Stage.read(checkpoint, program, tables) for program in programs]
+        self.stages = [Stage.read(checkpoint, program, tables, device) for program in programs]
         self.matrices: dict[StageTensor, QuantTensor] = {}
 
     def encode(self, treatment: Treatment, extra: Iterable[StageTensor]) -> None:

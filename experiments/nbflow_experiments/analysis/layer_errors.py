@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 import nbflow_kernels as nk
 from nbflow.calibration.collect import ActivationObserver
+from nbflow.distributed.device import find_device
 from nbflow_experiments.analysis.all_tensor_errors import kind_of, layer_of
 from nbflow_experiments.analysis.changes import Change, as_changes
 from nbflow_experiments.analysis.histograms import relative_counts
@@ -26,6 +27,7 @@ from nbflow_experiments.analysis.logit_comparison import Comparison
 from nbflow_experiments.analysis.ratios import Table, ratio, relative_error, table_of
 from nbflow_experiments.analysis.treatments import Checkpoint, Treatment
 from nbflow_kernels import QuantTensor
+from nbflow_kernels.errors import UsageError
 
 Floats = NDArray[np.float32]
 Windows = Sequence[Sequence[int] | NDArray[Any]] | NDArray[Any]
@@ -52,6 +54,7 @@ def layer_errors(
     windows: Windows,
     *,
     spec: str | None = None,
+    device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> LayerErrors:
     """Measure the residual-stream error of changes after every layer.
@@ -70,6 +73,9 @@ def layer_errors(
         Token ids; each window begins with an empty cache.  Its last token is predicted only.
     spec : str, optional
         As in `nbflow.load`.
+    device : str
+        ``cpu``, ``cuda``, ``cuda:N`` or ``emulator``: device that runs the stages.  Inputs of
+        matrices are observed on the CPU.
     progress : callable, optional
         Called with the number of stages done and of all.
 
@@ -89,12 +95,14 @@ def layer_errors(
     >>> found.layers.columns[:4].tolist(), len(found.layers), len(found.modules)
     (['change', 'layer', 'isolated_error', 'isolated_update_error'], 4, 28)
     """
-    wanted = as_changes(changes)
+    wanted, place = as_changes(changes), find_device(device, graphs=False)
+    if not place.on_host and any(change.kv != "f32" for change in wanted):
+        raise UsageError(f"formats of the cache are analysed on device 'cpu', got {device!r}")
     with Checkpoint(model, spec) as checkpoint:
         walk = _Walk(checkpoint, wanted, windows)
         programs = stage_programs(checkpoint.spec)
         for i, program in enumerate(programs):
-            walk.through(Stage.read(checkpoint, program, walk.tables))
+            walk.through(Stage.read(checkpoint, program, walk.tables, place))
             if progress is not None:
                 progress(i + 1, len(programs))
     return walk.found()
@@ -198,7 +206,7 @@ class _Walk:
         self, stage: Stage, change: Change, matrices: dict[str, QuantTensor]
     ) -> list[dict[str, Any]]:
         """Re-run the exact stage and multiply its matmul inputs with the weight errors."""
-        products = _Products(self._checkpoint, matrices)
+        products, stage = _Products(self._checkpoint, matrices), stage.on_host()
         stage.observe(lambda executor: ActivationObserver(executor, products.add))
         for step, x in zip(self._steps, self._exact, strict=True):
             stage.run(step, x)

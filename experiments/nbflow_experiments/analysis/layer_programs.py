@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.executor import HOST, CpuExecutor, Step, WeightLoader, make_step
+from nbflow.distributed.device import Device
+from nbflow.executor import HOST, CpuExecutor, Step, WeightLoader, make_executor, make_step
+from nbflow.executor.executor import Executor
 from nbflow.kv_cache import BlockTable, make_storage
 from nbflow.planner.memory import PAGE_SIZE
 from nbflow.program import build, fuse
@@ -53,7 +55,7 @@ def _sub_program(whole: Program, ops: list[Op], layers: tuple[int, ...]) -> Prog
 
 
 class Stage:
-    """One stage of a model on the CPU, in float32 by default.
+    """One stage of a model, in float32 by default.
 
     Parameters
     ----------
@@ -66,7 +68,9 @@ class Stage:
     activations : str
         Arithmetic of the products, as in `nbflow.load`.
     tables : dict, optional
-        Rotary tables that the stages of a model share.
+        Rotary tables that the stages of a model share, on their device.
+    device : Device
+        Device that runs the stage; the weights are on the host, and copied when they change.
     """
 
     def __init__(
@@ -76,26 +80,60 @@ class Stage:
         kv: str = "f32",
         activations: str = "f32",
         tables: dict[Any, Any] | None = None,
+        device: Device = HOST,
     ) -> None:
         self.program = program
+        self.device = device
         self._exact = tuple(weights.operands)
         self._weights = copy.copy(weights)
         self._weights.operands = list(self._exact)
         spec = program.spec
-        self._storage = make_storage(spec, program.layers, PAGE_SIZE, program.n_kv_heads, kv)
-        self._executor = CpuExecutor(program, self._weights, self._storage, activations=activations)
-        self._tables = self._executor.rope_tables = {} if tables is None else tables
+        xp = np if device.on_host else device
+        self._storage = make_storage(spec, program.layers, PAGE_SIZE, program.n_kv_heads, kv, xp)
+        self._activations = activations
+        self._tables: dict[Any, Any] = {} if tables is None else tables
+        self._executor = self._bound()
         self._out = program.ops[-1].out if not program.layers else "x"
         self._replaced: dict[str, int] = {}
 
     @classmethod
     def read(
-        cls, checkpoint: Checkpoint, program: Program, tables: dict[Any, Any] | None = None
+        cls,
+        checkpoint: Checkpoint,
+        program: Program,
+        tables: dict[Any, Any] | None = None,
+        device: Device = HOST,
     ) -> Stage:
         """Return a stage with the checkpoint's weights in float32."""
         weights = WeightLoader(program, checkpoint.file, "f32", joined=False)
-        weights.finalize(HOST)
-        return cls(program, weights, tables=tables)
+        if device.on_host:
+            weights.finalize(HOST)
+        return cls(program, weights, tables=tables, device=device)
+
+    def _bound(self) -> Executor:
+        """Return an executor with the present weights."""
+        weights = self._weights
+        if not self.device.on_host:
+            weights = copy.copy(weights)
+            weights.operands, weights.bias = list(weights.operands), list(weights.bias)
+            weights.finalize(self.device)
+        executor = make_executor(
+            self.program,
+            weights,
+            self._storage,
+            activations=self._activations,
+            device=self.device,
+        )
+        executor.rope_tables = self._tables
+        return executor
+
+    def on_host(self) -> Stage:
+        """Return this stage on the CPU, where inputs of matrices can be observed."""
+        if self.device.on_host:
+            return self
+        weights = copy.copy(self._weights)
+        weights.operands = list(self._exact)
+        return Stage(self.program, weights)
 
     @property
     def layer(self) -> int:
@@ -121,7 +159,7 @@ class Stage:
         """Return a stage that shares the weights, with another cache or activation format."""
         weights = copy.copy(self._weights)
         weights.operands = list(self._exact)
-        return Stage(self.program, weights, kv, activations, self._tables)
+        return Stage(self.program, weights, kv, activations, self._tables, self.device)
 
     def use(self, tensors: Mapping[str, QuantTensor]) -> None:
         """Swap in matrices by canonical name; unnamed ones revert to the checkpoint's."""
@@ -140,10 +178,15 @@ class Stage:
             for op, exact in zip(self.program.ops, self._exact, strict=True)
         ]
         self._replaced = wanted
-        self._executor.release_bindings()
+        if self.device.on_host:
+            self._executor.release_bindings()
+        else:
+            self._executor.release_buffers()
+            self._executor = self._bound()
 
     def observe(self, observer: Callable[[CpuExecutor], Observer] | None) -> None:
-        """Install an observer, called before each op with weights."""
+        """Install an observer, called before each op with weights; on the CPU only."""
+        assert isinstance(self._executor, CpuExecutor)
         self._executor.observe = None if observer is None else observer(self._executor)
         self._executor.release_bindings()
 

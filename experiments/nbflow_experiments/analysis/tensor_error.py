@@ -7,7 +7,9 @@ docs/analysis.md has the formula of each number.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,7 +105,10 @@ class TensorError:
 
 
 def tensor_error(
-    exact: NDArray[np.float32], quantized: QuantTensor, weights: Weights | None = None
+    exact: NDArray[np.float32],
+    quantized: QuantTensor,
+    weights: Weights | None = None,
+    decode: Callable[[QuantTensor], NDArray[Any]] = nk.dequantize,
 ) -> TensorError:
     """Compare a tensor with its quantized form.
 
@@ -115,6 +120,8 @@ def tensor_error(
         The quantized weights.
     weights : Weights, optional
         ``Weights.of(exact)``, if already computed.
+    decode : callable
+        Dequantizes rows, e.g. on a device.
 
     Raises
     ------
@@ -139,7 +146,7 @@ def tensor_error(
     block = quantized.format.block_size if quantized.format.block_size > 1 else FLOAT_BLOCK
     sums = _Sums(exact.shape[1], block, weights.rms)
     for start, stop in row_chunks(exact):
-        decoded = nk.dequantize(quantized.rows(start, stop)).astype(np.float64)
+        decoded = np.asarray(decode(quantized.rows(start, stop)), np.float64)
         sums.add(exact[start:stop].astype(np.float64), decoded)
     norms = weights.rms * math.sqrt(exact.size) * math.sqrt(sums.decoded)
     return TensorError(

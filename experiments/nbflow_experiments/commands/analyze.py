@@ -40,6 +40,7 @@ from nbflow_experiments.analysis.treatments import (
     Treatment,
     read_statistics,
 )
+from nbflow_experiments.settings import parse_devices
 from nbflow_experiments.store.json_files import plain
 from nbflow_experiments.store.provenance import describe_launch, now
 from nbflow_experiments.terminal_table import counter
@@ -116,6 +117,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--formats", action="append", default=[], metavar="FILE",
         help="Python file that registers weight formats; it is executed (repeatable)")  # fmt: skip
     add("--spec", metavar="FILE", help="spec file to use instead of the checkpoint's own")
+    add(
+        "--device",
+        default="cpu",
+        help="device that dequantizes (tensors) and runs the model (layers, attribution): cpu, "
+        "cuda, cuda:1 or emulator (cpu)",
+    )
     add("--threads", type=int, metavar="N", help="threads")
     add("--out", type=Path, metavar="DIR", help="folder for tables, histograms and figures")
     add("--force", action="store_true", help="replace an analysis in DIR")
@@ -129,6 +136,13 @@ def run(arguments: argparse.Namespace) -> int:
     for part in parts:
         if part not in PARTS:
             raise unknown_name("part", part, (*PARTS, "all"))
+    arguments.device = parse_devices(arguments.device)
+    if "," in arguments.device:
+        raise UsageError(f"--device names one device, got {arguments.device!r}")
+    if "kv" in parts and arguments.device != "cpu":
+        raise UsageError(
+            f"--parts kv runs on the CPU, got --device {arguments.device}; leave one of them out"
+        )
     if world().size > 1:
         raise UsageError("analyze runs in one process; leave mpirun out")
     if arguments.threads is not None:
@@ -200,6 +214,7 @@ class _Work:
             "parts": parts,
             "weights": [t.label for t in self._treatments],
             "tensors": a.tensors,
+            "device": a.device,
         }
         if self._windows is not None:
             text = backend.text_file(a.model, a.text)
@@ -232,7 +247,7 @@ class _Work:
         a = self._arguments
         with Checkpoint(a.model, a.spec) as checkpoint:
             tell = counter("tensors")
-            found = each_tensor(checkpoint, self._treatments, a.tensors, tell)
+            found = each_tensor(checkpoint, self._treatments, a.tensors, tell, a.device)
             for one in found:
                 self._tensors_found.append(one)
         table = table_of([one.row() for one in self._tensors_found])
@@ -242,7 +257,12 @@ class _Work:
     def _layers(self) -> None:
         a = self._arguments
         found = layer_errors(
-            a.model, self._treatments, self._windows, spec=a.spec, progress=counter("layers")
+            a.model,
+            self._treatments,
+            self._windows,
+            spec=a.spec,
+            device=a.device,
+            progress=counter("layers"),
         )
         self._give_layers("", found)
         by_error = found.modules.sort_values("output_error", ascending=False)
@@ -269,6 +289,7 @@ class _Work:
             by=_listed(a.by, "--by"),
             complement=not a.isolated,
             spec=a.spec,
+            device=a.device,
             progress=counter("attribution"),
         )
         order = ["by", "kld_mean_nats"]

@@ -12,7 +12,7 @@ from typing import Any
 from nbflow_experiments import backend
 from nbflow_experiments.config.sweep_file import Sweep
 from nbflow_experiments.measures import METRICS_VERSION, needs_text
-from nbflow_experiments.settings import SETTINGS, Value
+from nbflow_experiments.settings import OFFLOAD_SETTINGS, SETTINGS, Value, highest_rank
 from nbflow_kernels.errors import UsageError
 
 FORMAT_SETTINGS = ("weights", "outliers", "quantizer", "importance")
@@ -64,9 +64,12 @@ class Point:
 def _identity(
     config: Mapping[str, Value], measures: tuple[str, ...], model: str, dataset: str, format: str
 ) -> dict[str, Any]:
-    """Return the inputs of a point's result as plain data."""
+    """Return the inputs of a point's result as plain data.
+
+    Settings of offload count where they are given: points without them keep their ids.
+    """
     identity = {
-        "config": dict(config),
+        "config": {n: value for n, value in config.items() if value or n not in OFFLOAD_SETTINGS},
         "measures": list(measures),
         "model_sha256": model,
         "dataset_sha256": dataset,
@@ -153,7 +156,7 @@ def check_world(points: Iterable[Point], size: int) -> None:
     """
     for point in points:
         ranks = int(point.config["ranks"])
-        highest = max(backend.partition_ranks(str(point.config["partition"])))
+        highest = highest_rank(point.config)
         if ranks:
             if size not in (1, ranks):
                 raise UsageError(

@@ -16,6 +16,7 @@ from nbflow_experiments.figure_style import (
     new_figure,
 )
 from nbflow_experiments.report.data import Results
+from nbflow_experiments.settings import OFFLOAD_SETTINGS
 
 _MOST_PANELS = 3
 _BUFFERS = (("workspace_bytes", "buffers", "#9A9A9A"), ("step_bytes", "steps, graphs", "#D0D0D0"))
@@ -31,12 +32,15 @@ def draw(results: Results) -> Drawing:
         raise NotDrawn("the points that succeeded have only one weight format")
     batches = sorted({int(batch) for batch in rows.batch})
     shown = [b for b in (batches[0], batches[-1]) if b == batches[0] or len(batches) > 1]
-    groups = list(rows.groupby(["partition", "device"], sort=False))[:_MOST_PANELS]
+    settings = ["partition", "device", *results.varying(OFFLOAD_SETTINGS)]
+    groups = list(rows.groupby(settings, sort=False))[:_MOST_PANELS]
     with new_figure(len(groups), 3.2) as (figure, axes):
-        for panel, ((partition, device), part) in zip(axes, groups, strict=True):
+        for panel, ((partition, device, *offload), part) in zip(axes, groups, strict=True):
             _draw_panel(panel, part, shown)
             on = "" if device == "cpu" else f" on {device}"
-            panel.set_title(f"partition {partition}{on}", fontsize=9)
+            given = zip(settings[2:], offload, strict=True)
+            moved = "".join(f"\n{name} {value:g}" for name, value in given if value)
+            panel.set_title(f"partition {partition}{on}{moved}", fontsize=9)
         axes[0].set_ylabel("all ranks together (MB)")
         top = max(panel.get_ylim()[1] for panel in axes)
         for panel in axes:

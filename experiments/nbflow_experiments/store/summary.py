@@ -13,7 +13,7 @@ import numpy as np
 
 from nbflow.utils.atomic_write import replace_atomically
 from nbflow_experiments.optional_packages import require
-from nbflow_experiments.settings import SETTINGS
+from nbflow_experiments.settings import OFFLOAD_SETTINGS, SETTINGS
 from nbflow_experiments.store.hdf5_arrays import is_link, link_ranks, linked_ranks, open_arrays
 from nbflow_experiments.store.json_files import DamagedFileError, write_json
 from nbflow_experiments.store.results_folder import SCHEMA_VERSION, ResultsFolder
@@ -41,7 +41,8 @@ def _write_summaries(folder: ResultsFolder) -> list[dict[str, Any]]:
     """Write the tables from the folders of the points."""
     names = folder.finished()
     results = {name: folder.result(name) or {} for name in names}
-    configs = {name: folder.config(name)["config"] for name in names}
+    unset = {name: SETTINGS[name].default for name in OFFLOAD_SETTINGS}  # not in their ids
+    configs = {name: unset | folder.config(name)["config"] for name in names}
     wide = [_wide_row(name, configs[name], results[name]) for name in names]
     metrics = dict.fromkeys(key for row in wide for key in row)
     columns = [*_STATUS, *SETTINGS, "bits_per_weight"]

@@ -94,11 +94,11 @@ class _Int8WeightFile(WeightFile):
         return _n_bytes(self.shape(name), self.dtype(name), self._group_size)
 
     def _decode(
-        self, entry: TensorEntry, rows: Span | None, columns: Span | None
+        self, entry: TensorEntry, rows: Span | None, columns: Span | None, widen_bf16: bool = True
     ) -> np.ndarray[Any, Any]:
         """Read and dequantize the whole groups that contain the rows."""
         if entry.dtype != "i8":
-            return super()._decode(entry, rows, columns)
+            return super()._decode(entry, rows, columns, widen_bf16)
         size = self._group_size
         n_rows, n_columns = entry.shape
         start, stop = rows if rows is not None else (0, n_rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +16,46 @@ from nbflow.spec import ModelSpec, ResolvedModel, check, known_models, published
 from nbflow.spec.check_tensors import ranges
 from nbflow.spec.explain import explain
 from nbflow.spec.family import encoder_of
-from nbflow.spec.model_file import ModelFile, load_model_file
+from nbflow.spec.model_file import ModelFile, is_spec_path, load_model_file
+from nbflow.spec.model_names import model_name
 from nbflow.utils.tables import text_table
+from nbflow_kernels.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
         "model",
+        nargs="?",
         metavar="MODEL|FILE",
         help="Hugging Face folder, weight file, name of a model, or a family or spec file (.toml) "
-        "without weights to check and explain",
+        "without weights to check and explain; also Inferflow's model_spec.json",
     )
     parser.add_argument(
         "--spec", metavar="FILE", help="spec file or name, instead of the checkpoint's own"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="list the models that have a specification"
     )
     parser.add_argument("--tensors", action="store_true", help="list every tensor and its name")
     parser.add_argument("--program", action="store_true", help="print the op records of every rank")
     parser.add_argument(
         "--partition", metavar="P", default="0", help="partition for --program, e.g. '0&1'"
     )
+    parser.add_argument(
+        "--toml", action="store_true", help="convert Inferflow's model_spec.json to a family file"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    if arguments.list:
+        return _list_models(as_json=arguments.json)
+    if arguments.model is None:
+        raise UsageError("MODEL is missing; 'nbflow spec --list' lists names")
+    if arguments.toml:
+        return _convert(Path(arguments.model))
     path = _without_weights(arguments.model)
     if path is not None and arguments.spec is None:
         model_file = load_model_file(path)
@@ -68,9 +84,45 @@ def run(arguments: argparse.Namespace) -> int:
 def _without_weights(model: str) -> Path | None:
     """Return the path of a spec or family file without weights, or None."""
     path = Path(model)
-    if path.suffix != ".toml" and not path.exists():
-        path = known_models().get(model, path)
-    return path if path.suffix == ".toml" and load_model_file(path).path is None else None
+    if not is_spec_path(path) and not path.exists():
+        path = known_models().get(model_name(model) or "", path)
+    return path if is_spec_path(path) and load_model_file(path).path is None else None
+
+
+def _list_models(*, as_json: bool) -> int:
+    """Print the models that come with the package, or have a specification there."""
+    files = {name: load_model_file(path) for name, path in known_models().items()}
+    rows = [
+        (name, file.hub or "with the package", file.description, ", ".join(file.aliases))
+        for name, file in files.items()
+    ]
+    columns = ("name", "weights", "description", "other names")
+    if as_json:
+        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))
+    else:
+        print(text_table(columns, rows))
+    return 0
+
+
+def _convert(path: Path) -> int:
+    """Print a model_spec.json of Inferflow as TOML, notes on stderr."""
+    from nbflow.compat.inferflow.model_spec_json import to_toml
+
+    if path.suffix != ".json":
+        raise UsageError(f"--toml converts a model_spec.json of Inferflow, got {str(path)!r:.80}")
+    text, notes = to_toml(path)
+    print(text, end="")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+def _weights_row(model_file: ModelFile) -> tuple[str, str]:
+    """Return the printed row that says where the weights of a model file without a path are."""
+    named = "name them as MODEL, and this as --spec"
+    if model_file.hub is None:
+        return "weights", f"none: {named}"
+    return "weights", f"{model_file.hub} on the Hub: nbflow pull {model_file.name}; or {named}"
 
 
 def _published(model_file: ModelFile, arguments: argparse.Namespace) -> int:
@@ -91,7 +143,7 @@ def _published(model_file: ModelFile, arguments: argparse.Namespace) -> int:
             *_rows(spec),
             ("prompt template", repr(model_file.prompt_template)),
             ("defaults", model_file.defaults or "none"),
-            ("weights", "none: name them as MODEL, and this as --spec"),
+            _weights_row(model_file),
         ]
     )
     if arguments.tensors:
@@ -122,6 +174,8 @@ def _explain(path: Path, *, as_json: bool) -> int:
         facts = {
             "family": family.name,
             "encoder": None if encoder is None else str(encoder.path),
+            "hub": model_file.hub,
+            "notes": model_file.notes,
             "fields": fields,
             "prompt_template": model_file.prompt_template,
             "defaults": model_file.defaults,
@@ -140,6 +194,8 @@ def _explain(path: Path, *, as_json: bool) -> int:
         print(f"  prompt template: {model_file.prompt_template!r}")
     if model_file.defaults:
         print(f"  defaults: {model_file.defaults}")
+    if model_file.hub is not None:
+        print("  {}: {}".format(*_weights_row(model_file)))
     print("tensors")
     for ours, theirs in {**family.tensors, **model_file.tensors}.items():
         print(f"  {ours:<34} {' or '.join(theirs)}")
@@ -147,6 +203,8 @@ def _explain(path: Path, *, as_json: bool) -> int:
         print("tensors of the encoder")
         for ours, theirs in encoder.tensors.items():
             print(f"  {ours:<34} {' or '.join(theirs)}")
+    for note in model_file.notes:
+        print(f"note: {note}")
     return 0
 
 
