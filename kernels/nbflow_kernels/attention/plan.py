@@ -76,6 +76,8 @@ class AttentionPlan:
         """Split-KV workspace of the caller; None to allocate one."""
         self.fixed_rows: int | None = None
         """Number of query rows of every call, including padding; None without CUDA graphs."""
+        self.shares_per_thread = 1
+        """Shares that each thread's work is divided into, for launches of several plans."""
         self.waits_for_copies = False
         """Synchronize after uploading tables to a device."""
         self.header = np.zeros(HEADER_SIZE, np.int64)
@@ -235,7 +237,7 @@ def plan_into(
     The arrays (int32, as for the wrappers; `kv_lens` are the keys of each request) are neither
     checked nor copied.
     """
-    n_threads = min(get_num_threads(), MAX_THREADS)
+    n_threads = min(get_num_threads() * plan.shares_per_thread, MAX_THREADS)
     may_split = plan.header[at.MAY_SPLIT]
     while True:
         n_items, n_merges, n_shares, n_partials, work = schedule(
