@@ -51,6 +51,6 @@ __all__ = [
     "BatchMLAPagedAttentionWrapper", "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper", "BlockSparseAttentionWrapper", "CascadeTiming",
     "MultiLevelCascadeAttentionWrapper", "PODWithPagedKVCacheWrapper",
-    "VariableBlockSparseAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states", "single_decode_with_kv_cache",
-    "single_prefill_with_kv_cache",
+    "VariableBlockSparseAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states",
+    "single_decode_with_kv_cache", "single_prefill_with_kv_cache",
 ]  # fmt: skip

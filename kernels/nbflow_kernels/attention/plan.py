@@ -70,6 +70,8 @@ class AttentionPlan:
         """Multiply-adds of one layer."""
         self.n_steps = 0
         """Number of fills; device copies are updated when it changes."""
+        self.hooks: Any = None
+        """Compiled functions of a variant on the CPU, which the header refers to."""
         self.on_devices: dict[Any, Any] = {}
         """Device plans (`nbflow_kernels.attention.cuda.plan`) by device and stream."""
         self.workspace: Any = None
@@ -93,7 +95,8 @@ class AttentionPlan:
         head = self.header
         head[at.QO_HEADS], head[at.KV_HEADS], head[at.DIM_QK], head[at.DIM_VO] = heads
         head[at.PAGE_SIZE], head[at.WINDOW], head[at.CAUSAL] = page_size, self.window_left, causal
-        head[at.SPLIT_KEYS] = chosen.split_keys or SPLIT
+        self.split_keys = chosen.split_keys or SPLIT
+        head[at.SPLIT_KEYS] = self.split_keys
         head[at.MAY_SPLIT] = not chosen.disable_split_kv
         head[at.MAY_SHARE] = not chosen.disable_page_sharing
         self._factors = np.full(heads[0], self.sm_scale, np.float32)
@@ -184,6 +187,18 @@ class AttentionPlan:
             self.set_table(at.SCORE_FACTORS, factors if scores is None else factors * scores)
         if outputs is not None or self.header[at.OUT_FACTORS]:
             self.set_table(at.OUT_FACTORS, outputs)
+
+    def set_hooks(
+        self, hooks: Any, scores: int, output: int, params: int, *, no_softmax: bool
+    ) -> None:
+        """Set the compiled functions of a variant; `hooks` is what the addresses refer to.
+
+        Without a softmax, partial results of splits are not means, so keys are not split.
+        """
+        self.hooks, head = hooks, self.header
+        head[at.SCORES_HOOK], head[at.OUTPUT_HOOK], head[at.HOOK_PARAMS] = scores, output, params
+        head[at.NO_SOFTMAX] = no_softmax
+        head[at.SPLIT_KEYS] = 1 << 40 if no_softmax else self.split_keys
 
     def set_table(self, field: int, array: Any) -> None:
         """Set an address field of the header to an array, or to none.

@@ -157,11 +157,7 @@ def _run_cpu(run: PlannedRun, functions: AttentionVariant | None) -> None:
                 array[plan.n_rows :] = 0.0  # padding rows
     if q.dtype != np.float32:
         run.q = q.astype(np.float32)  # must live until the launch
-    arguments = (run.q, run.k, run.v, run.out, run.lse, run.kinds)
-    if functions is None:
-        launch.attend(plan, *arguments)
-    else:
-        launch.attend_variant(plan, functions, *arguments)
+    launch.attend_variant(plan, functions, run.q, run.k, run.v, run.out, run.lse, run.kinds)
 
 
 def _result(run: PlannedRun) -> Any:
