@@ -366,13 +366,17 @@ def test_a_captured_pod_run_reads_the_next_plan(xp: Any) -> None:
             *there, cache.pages, causal_p=True, kv_layout_p="HND", out_p=outs[0], out_d=outs[1]
         )
 
-    graph = stream = None
+    graph, stream = None, xp.cuda.Stream(non_blocking=True)
     for seed, lens in enumerate(STEPS[:2]):
         paged = step(seed, lens)
         wrapper.plan(*cache.put(paged), *HEADS, PAGE)
+        xp.cuda.get_current_stream().synchronize()
         if graph is None:
-            run()
-            graph, stream = capture(xp, run)
+            with stream:
+                run()  # copies the plan of the prompt
+                stream.begin_capture()
+                run()
+                graph = stream.end_capture()
         for out in outs:
             out[...] = xp.asarray(np.full(out.shape, np.nan, np.float32))
         xp.cuda.get_current_stream().synchronize()

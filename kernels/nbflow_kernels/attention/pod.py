@@ -33,7 +33,8 @@ class PODWithPagedKVCacheWrapper:
     float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indptr_buffer
     paged_kv_indices_buffer, paged_kv_last_page_len_buffer
         As in `BatchDecodeWithPagedKVCacheWrapper`; `kv_layout` is that of the paged cache.  With
-        `use_cuda_graph`, the prompt has the same shapes and options in every call.
+        `use_cuda_graph`, the prompt has the same shapes and options in every call, and the first
+        call on a stream copies its plan: run once on a stream before capturing there.
 
     Attributes
     ----------
@@ -238,6 +239,6 @@ class PODWithPagedKVCacheWrapper:
 
 
 def _divide(plan: AttentionPlan) -> None:
-    """Fill a plan again with more shares than threads."""
-    plan.shares_per_thread = SHARES_PER_THREAD
+    """Fill a plan again, with more shares than threads if there are several."""
+    plan.shares_per_thread = SHARES_PER_THREAD if get_num_threads() > 1 else 1
     plan_into(plan, plan.qo_indptr, plan.kv_indptr, plan.kv_indices, plan.kv_lens)

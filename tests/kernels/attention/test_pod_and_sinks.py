@@ -39,10 +39,9 @@ def test_pod_has_the_bits_of_two_calls(format: str | None, threads: int) -> None
             q_p, k_p, v_p, q, paged.cache, causal_p=True, window_left_p=100, return_lse_p=True,
             return_lse_d=True, v_scale=0.5, out_p=outs[0], out_d=outs[1],
         )  # fmt: skip
-    assert len(seconds) == 1 + (threads > 1)  # one launch, and the merge of splits
-    assert [pair[0] for pair in got] == outs or all(
-        pair[0] is out for pair, out in zip(got, outs, strict=True)
-    )
+    assert len(seconds) == 1 + (pod.current.n_merges > 0)  # one launch, and the merge of splits
+    assert pod.current.n_merges > 0 or threads == 1
+    assert all(pair[0] is out for pair, out in zip(got, outs, strict=True))
     single = nk.single_prefill_with_kv_cache(q_p, k_p, v_p, **options)
     alone = decode.run(q, paged.cache, return_lse=True, v_scale=0.5)
     for pair, wanted in zip(got, (single, alone), strict=True):

@@ -19,7 +19,6 @@ from numba.core.errors import NumbaError
 from numba.core.extending import intrinsic
 from numba.core.imputils import impl_ret_borrowed
 
-from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu.call_hook import SIGNATURE
 from nbflow_kernels.attention.cpu.hook_fallback import address_of_hook
 from nbflow_kernels.attention.cpu.online_softmax import MASKED
