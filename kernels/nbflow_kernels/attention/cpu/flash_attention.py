@@ -21,7 +21,6 @@ import math
 import numpy as np
 
 from nbflow_kernels.attention import plan_layout as at
-from nbflow_kernels.attention.cpu.call_hook import call_hook
 from nbflow_kernels.attention.cpu.head_rows import (
     TABLE,
     pad_table,
@@ -49,6 +48,7 @@ from nbflow_kernels.attention.cpu.online_softmax import (
 )
 from nbflow_kernels.attention.plan_layout import CHUNK
 from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.atomics import call_hook
 from nbflow_kernels.cpu.simd_memory import (
     allocate,
     read_f32,

@@ -9,6 +9,7 @@ one.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,6 @@ from numba.core.errors import NumbaError
 from numba.core.extending import intrinsic
 from numba.core.imputils import impl_ret_borrowed
 
-from nbflow_kernels.attention.cpu.call_hook import SIGNATURE
-from nbflow_kernels.attention.cpu.hook_fallback import address_of_hook
 from nbflow_kernels.attention.cpu.online_softmax import MASKED
 from nbflow_kernels.attention.cpu.vectorizable_math import with_vectorizable_math
 from nbflow_kernels.attention.plan import AttentionPlan
@@ -31,9 +30,13 @@ from nbflow_kernels.attention.variants import (
     no_transform,
 )
 from nbflow_kernels.cpu import interpreter, llvm
+from nbflow_kernels.cpu.interpreter.atomics import Hook
 from nbflow_kernels.cpu.jit import FAST_MATH
 from nbflow_kernels.cpu.simd_memory import address_of, read_f32, write_f32
 
+_SIGNATURE: Any = types.void(types.int64, types.CPointer(types.float32), *[types.int64] * 7)
+"""A hook's parameters: address of the variant's parameters; numbers to change in place and the
+range [first, last) of them; key of number 0; request, query row in it, query head, KV head."""
 _LENGTH = 1 << 30
 """Bound of array views in hooks; their loops have bounds of their own."""
 
@@ -59,8 +62,9 @@ def set_variant(plan: AttentionPlan, variant: AttentionVariant | None) -> None:
             plan.set_hooks(None, 0, 0, 0, no_softmax=False)
         return
     if interpreter.is_on():
-        hooks: Any = _interpreted(variant)
-        plan.set_hooks((variant, hooks), *hooks, 0, no_softmax=not variant.use_softmax)
+        python = _interpreted(variant)
+        places = [ctypes.cast(hook, ctypes.c_void_p).value or 0 for hook in python]
+        plan.set_hooks(python, *places, 0, no_softmax=not variant.use_softmax)
         return
     try:
         params = tuple(variant.params)
@@ -109,7 +113,7 @@ def _compile(variant: AttentionVariant, kind: Any) -> Hooks:
         for d in range(first, last):
             results[d] = output(params, np.float64(results[d]), request, row, qo_head)
 
-    compiled: Any = numba.cfunc(SIGNATURE, fastmath=FAST_MATH, **options)
+    compiled: Any = numba.cfunc(_SIGNATURE, fastmath=FAST_MATH, **options)
     changes_scores = variant.logits_transform is not None or variant.logits_mask is not None
     return Hooks(
         compiled(change_scores) if changes_scores else None,
@@ -150,8 +154,8 @@ def _no_params(address):
     return ()
 
 
-def _interpreted(variant: AttentionVariant) -> tuple[int, int]:
-    """Return the hooks as Python functions, by their numbers."""
+def _interpreted(variant: AttentionVariant) -> tuple[Any, Any]:
+    """Return the hooks as C functions that call Python."""
     params = variant.params
     transform, mask = variant.logits_transform or no_transform, variant.logits_mask or no_mask
 
@@ -169,5 +173,5 @@ def _interpreted(variant: AttentionVariant) -> tuple[int, int]:
             found = variant.output_transform(params, float(read_f32(place)), request, row, qo_head)
             write_f32(place, found)
 
-    output = 0 if variant.output_transform is None else address_of_hook(change_output)
-    return address_of_hook(change_scores), output
+    output = None if variant.output_transform is None else Hook(change_output)
+    return Hook(change_scores), output
