@@ -121,6 +121,8 @@ VALUES: dict[str, Any] = {
     **dict.fromkeys(("qo_indptr_buf", "kv_indptr_buf", "paged_kv_indptr_buf"), ints(0)),
     **dict.fromkeys(("paged_kv_indices_buf", "paged_kv_last_page_len_buf"), ints(0)),
     **dict.fromkeys(("paged_kv_indptr_buffer", "paged_kv_indices_buffer"), ints(0)),
+    **dict.fromkeys(("qo_indptr_buf_arr", "paged_kv_indptr_buf_arr"), [ints(0)] * 2),
+    **dict.fromkeys(("paged_kv_indices_buf_arr", "paged_kv_last_page_len_buf_arr"), [ints(0)] * 2),
     "paged_kv_last_page_len_buffer": ints(0),
     "head_dim_vo": 16,
     "causal": True,

@@ -39,16 +39,18 @@ def _parts(x):
 def exp(x):
     """Return e**x."""
     y = np.float64(x)
-    near = y
+    near, factor = y, 1.0
     if near < -708.0:
         near = -708.0
+    if near > 700.0:  # 2**1024 is no float64
+        near, factor = near - 1.0, math.e
     if near > 709.0:
         near = 709.0
     power, less_one = _parts(near)
-    result = power + power * less_one
+    result = (power + power * less_one) * factor
     if y < -708.0:
         result = 0.0
-    if y > 709.78:
+    if y > 709.782712893384:
         result = np.inf
     return result
 
