@@ -14,6 +14,7 @@ from mpirun import SOURCES
 from nbflow import cli
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.kv_cache.float8 import FLOAT8
 from nbflow_kernels.kv_cache.formats import kv_format
 from nbflow_kernels.op_registry import FAMILIES
 

@@ -6,6 +6,7 @@ The tables of a plan can be inspected: ``print(plan)``, ``plan.items``,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -188,15 +189,17 @@ class AttentionPlan:
         if outputs is not None or self.header[at.OUT_FACTORS]:
             self.set_table(at.OUT_FACTORS, outputs)
 
-    def set_hooks(
-        self, hooks: Any, scores: int, output: int, params: int, *, no_softmax: bool
-    ) -> None:
+    def set_hooks(self, hooks: Any, addresses: Sequence[int], *, no_softmax: bool) -> None:
         """Set the compiled functions of a variant; `hooks` is what the addresses refer to.
+
+        `addresses` are those of the functions for scores, outputs and ranges, and of parameters.
 
         Without a softmax, partial results of splits are not means, so keys are not split.
         """
         self.hooks, head = hooks, self.header
-        head[at.SCORES_HOOK], head[at.OUTPUT_HOOK], head[at.HOOK_PARAMS] = scores, output, params
+        fields = (at.SCORES_HOOK, at.OUTPUT_HOOK, at.RANGE_HOOK, at.HOOK_PARAMS)
+        for field, address in zip(fields, addresses, strict=True):
+            head[field] = address
         head[at.NO_SOFTMAX] = no_softmax
         head[at.SPLIT_KEYS] = 1 << 40 if no_softmax else self.split_keys
 

@@ -76,6 +76,8 @@ HOOK_PARAMS = 37
 """Address of the variant's parameters."""
 NO_SOFTMAX = 38
 """1 if scores are the weights."""
+RANGE_HOOK = 39
+"""Compiled function of a variant that narrows the range of visible keys of a chunk, or 0."""
 HEADER_SIZE = 40
 
 # ---- columns of the item table and the merge table ----------------------------------------------

@@ -139,7 +139,8 @@ def convert_paged_kv_cache(
     """
     like, T = caches[0], len(rows[0])
     G = caches[0].shape[2 if layouts[0] == "NHD" else 1]
-    batch_indices, positions, *tables_there = all_on_device((*rows, *tables), like)
+    there = all_on_device((*rows, *tables), like)
+    batch_indices, positions, indices, indptr, to_indices, to_indptr = there
     if T * G == 0:
         return
     if all(before == after for before, after in kinds):
@@ -152,21 +153,23 @@ def convert_paged_kv_cache(
                 cuda.ceil_div(T * G, WARPS), 32 * WARPS,
                 (
                     before, *strides(before, layouts[0]), after, *strides(after, layouts[1]),
-                    batch_indices, positions, *tables_there[:2], page_sizes[0], *tables_there[2:],
-                    page_sizes[1], T, G, before.shape[3] * before.itemsize,
+                    batch_indices, positions, indices, indptr, page_sizes[0], to_indices,
+                    to_indptr, page_sizes[1], T, G, before.shape[3] * before.itemsize,
                 ),
             )  # fmt: skip
         return
     step = max(CONVERTED_BYTES // (4 * G * sum(sizes)), 1)
+    k, v, out_k, out_v = caches
     for start in range(0, T, step):
         part = slice(start, min(start + step, T))
-        decoded = [empty(like, (part.stop - start, G, D)) for D in sizes]
-        at = batch_indices[part], positions[part]
+        key, value = (empty(like, (part.stop - start, G, D)) for D in sizes)
+        requests, places = batch_indices[part], positions[part]
         gather_paged_kv_cache(
-            *caches[:2], *at, *tables_there[:2], layouts[0], (kinds[0][0], kinds[1][0]), *decoded
-        )
+            k, v, requests, places, indices, indptr, layouts[0], (kinds[0][0], kinds[1][0]), key,
+            value,
+        )  # fmt: skip
         append_paged_kv_cache(
-            decoded[0], decoded[1], *at, *caches[2:], *tables_there[2:], layouts[1],
+            key, value, requests, places, out_k, out_v, to_indices, to_indptr, layouts[1],
             (kinds[0][1], kinds[1][1]),
         )  # fmt: skip
 

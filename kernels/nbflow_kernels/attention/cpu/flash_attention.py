@@ -66,7 +66,7 @@ LOG2_E = 1.4426950408889634
 # State of a query vector: running maximum and sum of the softmax, factor of the accumulator in this
 # chunk, maximum and sum of earlier splits; visible keys in this chunk and in all.
 ROW_MAX, ROW_SUM, RESCALE, RUN_MAX, RUN_SUM = 0, 4, 8, 12, 16
-FIRST, LAST, LOW, HIGH = 24, 32, 40, 48
+FIRST, LAST, LOW, HIGH = 24, 32, 40, 48  # a range hook writes LAST next to FIRST
 
 
 # ---- one chunk of keys --------------------------------------------------------------------------
@@ -384,6 +384,7 @@ def flash_attention(
     D_qk, D_vo = read_word(header, at.DIM_QK), read_word(header, at.DIM_VO)
     page_size, split = read_word(header, at.PAGE_SIZE), read_word(header, at.SPLIT_KEYS)
     rope, latent = read_word(header, at.ROPE), read_word(header, at.LATENT)
+    range_hook = read_word(header, at.RANGE_HOOK)
     wide_qk, wide_vo = (D_qk + 15) // 16 * 16, (D_vo + 15) // 16 * 16
     qk_bytes, vo_bytes = 4 * wide_qk, 4 * wide_vo
     packed_bytes = CHUNK * (qk_bytes + vo_bytes) if k_pack or v_pack else 0
@@ -422,6 +423,7 @@ def flash_attention(
             pages = read_i32(read_word(header, at.KV_INDPTR) + 4 * request)
             pages = read_word(header, at.KV_INDICES) + 4 * pages
             rows, position, end = request_rows(header, request, row, end_row, end_key)
+            first_row = read_i32(read_word(header, at.QO_INDPTR) + 4 * request)
             if shared_pass:
                 end = shared
             else:
@@ -461,7 +463,14 @@ def flash_attention(
                     record = records + STATE_BYTES * m
                     seen = max(read_i64(record + LOW) - base, first)
                     write_i64(record + FIRST, seen)
-                    write_i64(record + LAST, max(seen, min(read_i64(record + HIGH) - base, last)))
+                    seen_end = max(seen, min(read_i64(record + HIGH) - base, last))
+                    write_i64(record + LAST, seen_end)
+                    if range_hook != 0 and seen < seen_end:
+                        call_hook(
+                            range_hook, read_word(header, at.HOOK_PARAMS), record + FIRST, seen,
+                            seen_end, base, request, row - first_row + m // group,
+                            head * group + m % group, head,
+                        )  # fmt: skip
                 vectors = q_tile + tile * qk_bytes
                 qk_scores(k_like, M, vectors, qk_bytes, now, records, s, scratch, table_1, n_1)
                 softmax_weights(

@@ -32,11 +32,13 @@ from nbflow_kernels.attention.variants import (
 from nbflow_kernels.cpu import interpreter, llvm
 from nbflow_kernels.cpu.interpreter.atomics import Hook
 from nbflow_kernels.cpu.jit import FAST_MATH
-from nbflow_kernels.cpu.simd_memory import address_of, read_f32, write_f32
+from nbflow_kernels.cpu.simd_memory import address_of, read_f32, write_f32, write_i64
 
 _SIGNATURE: Any = types.void(types.int64, types.CPointer(types.float32), *[types.int64] * 7)
 """A hook's parameters: address of the variant's parameters; numbers to change in place and the
 range [first, last) of them; key of number 0; request, query row in it, query head, KV head."""
+_RANGE_SIGNATURE: Any = types.void(*[types.int64] * 9)
+"""As above, with the address of two int64 for the range of visible keys in place of numbers."""
 _LENGTH = 1 << 30
 """Bound of array views in hooks; their loops have bounds of their own."""
 
@@ -48,6 +50,8 @@ class Hooks:
     scores: Any
     """Hook of the scores, or None: they stay; `output` likewise."""
     output: Any
+    visible: Any
+    """Hook that finds the first and the last visible key, which saves products with the others."""
     store: Any
     """Function of (params, address) that writes the parameters to memory."""
 
@@ -59,12 +63,12 @@ def set_variant(plan: AttentionPlan, variant: AttentionVariant | None) -> None:
     """Let the kernel use a variant's functions in the plan's next runs, or none."""
     if variant is None:
         if plan.hooks is not None:
-            plan.set_hooks(None, 0, 0, 0, no_softmax=False)
+            plan.set_hooks(None, (0, 0, 0, 0), no_softmax=False)
         return
     if interpreter.is_on():
         python = _interpreted(variant)
         places = [ctypes.cast(hook, ctypes.c_void_p).value or 0 for hook in python]
-        plan.set_hooks(python, *places, 0, no_softmax=not variant.use_softmax)
+        plan.set_hooks(python, (*places, 0, 0), no_softmax=not variant.use_softmax)
         return
     try:
         params = tuple(variant.params)
@@ -79,10 +83,10 @@ def set_variant(plan: AttentionPlan, variant: AttentionVariant | None) -> None:
             hooks.store(params, address_of(memory))
     except (NumbaError, ValueError) as error:
         raise cannot_compile(error) from error
-    addresses = [0 if hook is None else hook.address for hook in (hooks.scores, hooks.output)]
-    plan.set_hooks(
-        (variant, hooks, memory), *addresses, address_of(memory), no_softmax=not variant.use_softmax
-    )
+    made = (hooks.scores, hooks.output, hooks.visible)
+    addresses = [0 if hook is None else hook.address for hook in made]
+    addresses.append(address_of(memory))
+    plan.set_hooks((variant, hooks, memory), addresses, no_softmax=not variant.use_softmax)
 
 
 def _compile(variant: AttentionVariant, kind: Any) -> Hooks:
@@ -113,11 +117,24 @@ def _compile(variant: AttentionVariant, kind: Any) -> Hooks:
         for d in range(first, last):
             results[d] = output(params, np.float64(results[d]), request, row, qo_head)
 
+    def narrow_range(params_at, ends, first, last, key, request, row, qo_head, kv_head):
+        params = load(params_at)
+        low, high = last, first
+        for j in range(first, last):
+            if mask(params, request, row, key + j, qo_head, kv_head):
+                low, high = min(low, j), max(high, j + 1)
+        write_i64(ends, low)
+        write_i64(ends + 8, max(low, high))
+
     compiled: Any = numba.cfunc(_SIGNATURE, fastmath=FAST_MATH, **options)
     changes_scores = variant.logits_transform is not None or variant.logits_mask is not None
+    visible = None
+    if variant.logits_mask is not None:
+        visible = numba.cfunc(_RANGE_SIGNATURE, **options)(narrow_range)
     return Hooks(
         compiled(change_scores) if changes_scores else None,
         compiled(change_output) if variant.output_transform is not None else None,
+        visible,
         store,
     )
 
