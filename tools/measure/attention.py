@@ -182,12 +182,15 @@ LENGTHS = {"variants": [512, 4096], "skew": [2048, 8192], "pages": [4096]}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--keys", type=int, nargs="+", help="lengths, instead of the published")
     arguments = parser.parse_args()
+    parts = arguments.parts or list(PARTS)
+    if not set(parts) <= set(PARTS):
+        parser.error(f"parts must be of {', '.join(PARTS)}, got {' '.join(parts)}")
     facts = conditions()
-    for part in arguments.parts:
+    for part in parts:
         for row in PARTS[part](arguments.repeats, arguments.keys or LENGTHS[part]):
             append(arguments.folder / "rows.jsonl", facts, [{"part": part, **row}])
             print({name: value for name, value in row.items() if name != "packages"}, flush=True)
