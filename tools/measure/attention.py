@@ -16,6 +16,7 @@ What is compared runs in turn in one process; rows have the medians.  Rows are a
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -132,6 +133,13 @@ def make_static(plan: Any) -> None:
     plan.shares[:] = [round(i * plan.n_items / n) for i in range(n + 1)]
 
 
+def largest_share(plan: Any) -> float:
+    """Return the part of the work that the busiest thread has, by the plan's costs."""
+    cost = plan.items[:, plan.COLUMNS.index("cost")]
+    shares = [cost[a:b].sum() for a, b in itertools.pairwise(plan.shares)]
+    return round(float(max(shares) / cost.sum()), 3)
+
+
 def skew(repeats: int, lengths: list[int]) -> Iterator[dict[str, Any]]:
     """Yield rows: one long request and 15 short ones, by two schedules."""
     threads = get_num_threads()
@@ -151,6 +159,8 @@ def skew(repeats: int, lengths: list[int]) -> Iterator[dict[str, Any]]:
                 "test": f"{longest} and 15 of {short} keys", "longest": longest, "short": short,
                 "threads": threads, **{f"{side}_s": s for side, s in found.items()},
                 "static_over_plan": round(found["static"] / found["plan"], 2),
+                "static_largest_share": largest_share(static.current),
+                "plan_largest_share": largest_share(planned.current),
             }  # fmt: skip
 
 
