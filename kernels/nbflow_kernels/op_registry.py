@@ -41,12 +41,13 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "quantized_matmul": ("qmatmul",),
     "sparse": ("CsrMatrix", "sparse_matmul"),
     "kv_cache": (
-        "append_paged_kv_cache", "append_paged_mla_kv_cache", "gather_paged_kv_cache",
-        "get_batch_indices_positions", "get_seq_lens",
+        "append_paged_kv_cache", "append_paged_mla_kv_cache", "convert_paged_kv_cache",
+        "gather_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens",
     ),
     "attention": (
         "single_prefill_with_kv_cache", "single_decode_with_kv_cache", "merge_state",
         "merge_state_in_place", "merge_states", "AttentionVariant", "BatchAttention",
+        "BatchAttentionWithAttentionSinkWrapper", "PODWithPagedKVCacheWrapper",
         "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper",
         "BatchPrefillWithRaggedKVCacheWrapper", "BatchMLAPagedAttentionWrapper",
         "BlockSparseAttentionWrapper", "MultiLevelCascadeAttentionWrapper",

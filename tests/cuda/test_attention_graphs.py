@@ -12,6 +12,7 @@ import nbflow_kernels as nk
 from nbflow_kernels.attention import cuda as kernels
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention import reference
+from nbflow_kernels.attention.cases import HALF_ATOL
 from nbflow_kernels.attention.cuda.plan import device_plan
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
@@ -293,3 +294,95 @@ def test_tensor_cores_that_are_asked_for(xp: Any) -> None:
                 wrapper.run(*arguments)
     with pytest.raises(UsageError, match="use_tensor_cores=True needs arrays on a CUDA device"):
         nk.single_decode_with_kv_cache(q[0], paged.k[0], paged.v[0], use_tensor_cores=True)
+
+
+PREFIXES = [[33, 16], [5, 40]]
+"""Keys of the two shared prefixes in each step; the second is that of the last request."""
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_captured_cascade_reads_the_next_plan(xp: Any, dtype: Any) -> None:
+    """Levels of other lengths and groups; results over the prefix and the request's own keys."""
+    cache = Cache(xp, 20)
+    levels = [buffers(xp, 3, 3, 8, 2), buffers(xp, 4, 4, 8, 3)]
+    arrays = [[level[i] for level in levels] for i in range(4)]
+    wrapper = nk.MultiLevelCascadeAttentionWrapper(2, None, "HND", True, *arrays)
+    q = normal(np.random.default_rng(0), 5, *HEADS[::2]).astype(dtype)
+    q_there, out = xp.asarray(q), xp.asarray(np.zeros_like(q))
+    graph = stream = None
+    for seed, (shared, own, rows) in enumerate(
+        [(PREFIXES[0], [3, 20, 1], [2, 2, 1]), (PREFIXES[1], [17, 0, 9], [1, 0, 3])]
+    ):
+        paged = step(seed, [*shared, *own])
+        indptr, indices, last = cache.put(paged)
+        starts = np.cumsum([0, *rows]).astype(np.int32)
+        tables = [
+            [starts[[0, 2, 3]], starts],
+            [indptr[:3], indptr[2:] - indptr[2]],
+            [indices[: indptr[2]], indices[indptr[2] :]],
+            [last[:2], last[2:]],
+        ]
+        wrapper.plan(*tables, *HEADS, PAGE, causal=True)
+        if graph is None:
+            wrapper.run(q_there, cache.pages, out=out)
+            graph, stream = capture(xp, lambda: wrapper.run(q_there, cache.pages, out=out))
+        out[...] = xp.asarray(np.full_like(q, np.nan))
+        xp.cuda.get_current_stream().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        for i, n in enumerate(rows):
+            k, v = (np.concatenate([part[i // 2], part[2 + i]]) for part in (paged.k, paged.v))
+            mine = slice(starts[i], starts[i] + n)
+            want = reference.single_prefill_with_kv_cache(q[mine], k, v, causal=True)
+            # float16 queries: as in attention.cases, two keys seen at least
+            atol = 2 * ATOL if dtype == np.float32 else HALF_ATOL
+            np.testing.assert_allclose(out.get()[mine], want, rtol=0, atol=atol)
+
+
+def test_buffers_of_a_cascade_are_checked() -> None:
+    one = [buffers(np, n) for n in (3, 3, 8, 2)]
+    with pytest.raises(UsageError, match="in qo_indptr_buf_arr a buffer for each of 2 levels"):
+        nk.MultiLevelCascadeAttentionWrapper(2, None, "HND", True, *one)
+    with pytest.raises(UsageError, match="paged_kv_indices_buf_arr is for use_cuda_graph=True"):
+        nk.MultiLevelCascadeAttentionWrapper(1, paged_kv_indices_buf_arr=one[2])
+    wrapper = nk.MultiLevelCascadeAttentionWrapper(1, None, "HND", True, *one)
+    table = [ints(0, 1, 2)], [ints(0, 1, 2)], [ints(0, 1)], [ints(1, 2)]
+    wrapper.plan(*table, *HEADS, PAGE)
+    with pytest.raises(UsageError, match="sm_scale must stay None with use_cuda_graph"):
+        wrapper.plan(*table, *HEADS, PAGE, sm_scale=0.5)
+
+
+def test_a_captured_pod_run_reads_the_next_plan(xp: Any) -> None:
+    cache = Cache(xp, 45)
+    wrapper = nk.PODWithPagedKVCacheWrapper(None, "HND", True, *buffers(xp, 4, 50, 3))
+    rng = np.random.default_rng(0)
+    q, q_p = normal(rng, 3, *HEADS[::2]), normal(rng, 9, *HEADS[::2])
+    k_p, v_p = (normal(rng, HEADS[1], 70, HEADS[2], dtype=np.float16) for _ in "kv")
+    there = [xp.asarray(a) for a in (q_p, k_p, v_p, q)]
+    outs = [xp.asarray(np.zeros_like(a)) for a in (q_p, q)]
+
+    def run() -> None:
+        wrapper.run(
+            *there, cache.pages, causal_p=True, kv_layout_p="HND", out_p=outs[0], out_d=outs[1]
+        )
+
+    graph, stream = None, xp.cuda.Stream(non_blocking=True)
+    for seed, lens in enumerate(STEPS[:2]):
+        paged = step(seed, lens)
+        wrapper.plan(*cache.put(paged), *HEADS, PAGE)
+        xp.cuda.get_current_stream().synchronize()
+        if graph is None:
+            with stream:
+                run()  # copies the plan of the prompt
+                stream.begin_capture()
+                run()
+                graph = stream.end_capture()
+        for out in outs:
+            out[...] = xp.asarray(np.full(out.shape, np.nan, np.float32))
+        xp.cuda.get_current_stream().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        want = expected(paged, q, ints(0, 1, 2, 3))
+        np.testing.assert_allclose(outs[1].get(), want, rtol=0, atol=ATOL)
+        want = reference.single_prefill_with_kv_cache(q_p, k_p, v_p, causal=True, kv_layout="HND")
+        np.testing.assert_allclose(outs[0].get(), want, rtol=0, atol=ATOL)

@@ -9,6 +9,7 @@ import pytest
 from paged_sequences import Paged, ints, normal, store
 
 import nbflow_kernels as nk
+from nbflow_kernels.attention import cuda as kernels
 from nbflow_kernels.attention import reference
 from nbflow_kernels.attention.cases import cut_of_values
 from nbflow_kernels.attention.cuda import quantized_kv
@@ -190,6 +191,26 @@ def test_splits_that_are_no_whole_steps(xp: Any, dtype: Any) -> None:
     q = normal(rng, 1, 4, 32).astype(dtype)
     options = {"fixed_split_size": 9, "o_data_type": np.float32}
     check(paged, q, ints(0, 1), paged.run(xp.asarray(q), ints(0, 1), **options))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_float8_codes_are_exact_on_tensor_cores(xp: Any, dtype: Any) -> None:
+    """Both types are float16 numbers, so a float8 cache is as exact as one of float16."""
+    rng = np.random.default_rng(9)
+    name, sizes, rows = "f8_e4m3/f8_e5m2", (4, 2, 32), ints(0, 1, 4)
+    paged = on_device(xp, Paged(rng, [70, 5], sizes, 16, "HND", format=name))
+    q = normal(rng, 4, 4, 32).astype(dtype)
+    wrapper = nk.BatchPrefillWithPagedKVCacheWrapper(kv_layout="HND")
+    plan = paged.plan(wrapper, rows, o_data_type=np.float32)
+    kinds = tuple(format.kind for format in kv_formats(name))
+    steps = [strides(pages, "HND") for pages in paged.cache]
+    assert kernels.mma_supports(plan, xp.asarray(q), *paged.cache, steps, kinds)
+    got = wrapper.run(xp.asarray(q), paged.cache, k_scale=0.75, v_scale=1.5).get()
+    in_float64 = reference.BatchPrefillWithPagedKVCacheWrapper(kv_layout="HND")
+    paged.plan(in_float64, rows, k_scale=0.75, v_scale=1.5)
+    want = in_float64.run(q, tuple(pages.get() for pages in paged.cache))
+    # float16 queries: weights are rounded to 2**-12 of themselves, values times 1.5 are below 8
+    np.testing.assert_allclose(got, want, rtol=0, atol=2 * ATOL if dtype == np.float32 else 2e-3)
 
 
 def test_what_is_left_to_other_kernels(xp: Any) -> None:

@@ -74,7 +74,7 @@ def test_pieces_of_a_prompt_and_partitions_agree(checkpoint: Path, activations: 
     ("kv", "high"),
     [
         *(("f16", 2e-3), ("bf16", 1e-2), ("q8_0", 2e-2), ("q4_0", 0.3), ("q3h", 0.5)),
-        *(("f16/q8_0", 2e-2), ("q8_0/q4_0", 0.3)),
+        *(("f16/q8_0", 2e-2), ("q8_0/q4_0", 0.3), ("f8_e4m3", 0.1)),
     ],
 )
 def test_cache_formats(checkpoint: Path, kv: str, high: float) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from nbflow_kernels.attention import BatchPrefillWithPagedKVCacheWrapper
 from nbflow_kernels.kv_cache.cases import page_table
+from nbflow_kernels.kv_cache.float8 import FLOAT8, encode_float8
 from nbflow_kernels.kv_cache.formats import kv_format, split_names
 from nbflow_kernels.quantizers import quantize
 
@@ -28,6 +29,8 @@ def store(rows: np.ndarray, name: str) -> np.ndarray:
     if name == "bf16":
         bits = rows.astype(np.float32).view(np.uint32)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    if name in FLOAT8:
+        return encode_float8(rows, name)
     if format.is_float:
         return rows.astype(format.dtype)
     D = rows.shape[-1]

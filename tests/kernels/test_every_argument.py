@@ -19,6 +19,7 @@ from nbflow_kernels import op_registry
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.cpu import parallel_for
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.testing import checks
 
 H, G, D, PAGE = 4, 2, 32, 16
 LENS, ROWS = [4300, 40], ints(0, 2, 3)
@@ -89,6 +90,14 @@ WRAPPERS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
         nk.VariableBlockSparseAttentionWrapper, (np.ones((G, 2, 2), bool), *SIZES, H, G, D),
         tuple(np.ascontiguousarray(a.swapaxes(0, 1)) for a in (Q[:2], SPARSE_K, SPARSE_K)),
     ),
+    "BatchAttentionWithAttentionSinkWrapper": (
+        nk.BatchAttentionWithAttentionSinkWrapper, (*TABLES, H, G, D, PAGE),
+        (Q, PAGED.cache, SINKS),
+    ),
+    "PODWithPagedKVCacheWrapper": (
+        nk.PODWithPagedKVCacheWrapper, (*PAGED.table, H, G, D, PAGE),
+        (Q, K[: LENS[0]], V[: LENS[0]], Q[:2], PAGED.cache),
+    ),
     "single_prefill_with_kv_cache": (
         nk.single_prefill_with_kv_cache, (), (Q, K[: LENS[0]], V[: LENS[0]]),
     ),
@@ -105,33 +114,68 @@ def _mask(n: int) -> np.ndarray:
 # Another value than the default for each parameter of any of them.
 VALUES: dict[str, Any] = {
     "float_workspace_buffer": np.zeros(1 << 20, np.uint8),
-    "kv_layout": "HND", "use_cuda_graph": True, "use_tensor_cores": True, "backend": "fa2",
+    "kv_layout": "HND",
+    "use_cuda_graph": True,
+    "use_tensor_cores": True,
+    "backend": "fa2",
     **dict.fromkeys(("qo_indptr_buf", "kv_indptr_buf", "paged_kv_indptr_buf"), ints(0)),
     **dict.fromkeys(("paged_kv_indices_buf", "paged_kv_last_page_len_buf"), ints(0)),
     **dict.fromkeys(("paged_kv_indptr_buffer", "paged_kv_indices_buffer"), ints(0)),
-    "paged_kv_last_page_len_buffer": ints(0), "head_dim_vo": 16, "causal": True,
-    "pos_encoding_mode": "ALIBI", "use_fp16_qk_reduction": True, "sm_scale": 0.7, "window_left": 9,
-    "logits_soft_cap": 0.5, "rope_scale": 2.0, "rope_theta": 5e5, "q_data_type": "float16",
-    "kv_data_type": "float16", "o_data_type": np.float16, "o_dtype": np.float16,
-    "non_blocking": False, "fixed_split_size": 3, "disable_split_kv": True,
-    "disable_page_sharing": True, "kv_format": "q8_0", "variant": object(),
+    **dict.fromkeys(("qo_indptr_buf_arr", "paged_kv_indptr_buf_arr"), [ints(0)] * 2),
+    **dict.fromkeys(("paged_kv_indices_buf_arr", "paged_kv_last_page_len_buf_arr"), [ints(0)] * 2),
+    "paged_kv_last_page_len_buffer": ints(0),
+    "head_dim_vo": 16,
+    "causal": True,
+    "pos_encoding_mode": "ALIBI",
+    "use_fp16_qk_reduction": True,
+    "sm_scale": 0.7,
+    "window_left": 9,
+    "logits_soft_cap": 0.5,
+    "rope_scale": 2.0,
+    "rope_theta": 5e5,
+    "q_data_type": "float16",
+    "kv_data_type": "float16",
+    "o_data_type": np.float16,
+    "o_dtype": np.float16,
+    "non_blocking": False,
+    "fixed_split_size": 3,
+    "disable_split_kv": True,
+    "disable_page_sharing": True,
+    "kv_format": "q8_0",
+    "variant": object(),
     **dict.fromkeys(("q_scale", "k_scale", "v_scale", "scale_q", "scale_k", "scale_v"), 0.3),
-    "return_lse": True, "sinks": SINKS, "lse_base": "e", "return_lse_base_on_e": True,
+    "return_lse": True,
+    "sinks": SINKS,
+    "lse_base": "e",
+    "return_lse_base_on_e": True,
     "q_len_per_req": 2,
+    "head_dim_qk": 16,
+}
+VALUES |= {  # of the prompt and of the decode rows
+    f"{name}_{part}": VALUES[name]
+    for name in (
+        "causal", "kv_layout", "pos_encoding_mode", "sm_scale", "window_left", "rope_scale",
+        "rope_theta", "return_lse",
+    )
+    for part in "pd"
 }  # fmt: skip
 NATURAL = {"lse_base", "return_lse_base_on_e"}
 """Arguments about the LSE, which must be returned to see their effect."""
 REASONS = {
     "q_data_type": "was planned as float16", "kv_data_type": "was planned as float16",
     "kv_layout": "must have shape|must be a multiple of num_kv_heads",
-    "head_dim_vo": "must have shape", "q_len_per_req": "q must have shape",
+    "head_dim_vo": "must have shape|head_dim_vo", "q_len_per_req": "q must have shape",
     "kv_format": "q8_0 must have", "use_cuda_graph": "buf",
+    "kv_layout_p": "must be a multiple of num_kv_heads", "rope_scale_p": "rope_scale is for",
+    "rope_theta_p": "rope_theta is for",
 }  # fmt: skip
 """Messages of refusals that do not name the parameter: arrays do not fit the plan."""
 MASKS = {
     "BatchPrefillWithPagedKVCacheWrapper": (MASK_SIZE, "custom_mask", "packed_custom_mask"),
     "BatchPrefillWithRaggedKVCacheWrapper": (MASK_SIZE, "custom_mask", "packed_custom_mask"),
+    "BatchAttentionWithAttentionSinkWrapper": (MASK_SIZE, "custom_mask", "packed_custom_mask"),
     "single_prefill_with_kv_cache": (3 * LENS[0], "custom_mask", "packed_custom_mask"),
+    "PODWithPagedKVCacheWrapper": (3 * LENS[0], "custom_mask_p", "packed_custom_mask_p"),
     "BlockSparseAttentionWrapper": (48, "mask", "packed_mask"),
 }
 
@@ -167,7 +211,7 @@ def observe(wrapper: str, changed: dict[str, dict[str, Any]]) -> tuple[Any, ...]
         )
     found = run(**run_options)
     seen: list[Any] = []
-    for array in found if isinstance(found, tuple) else (found,):
+    for array in checks.leaves(found):
         seen += [array.dtype, array.tobytes()]
     if plan is not None:
         options = (at.CAUSAL, at.WINDOW, at.SPLIT_KEYS, at.MAY_SPLIT, at.MAY_SHARE)
@@ -213,7 +257,7 @@ def test_an_argument_has_an_effect_or_is_refused(
             else:
                 nothing[method] = {}
             usual[key] = observe(wrapper, nothing)
-        if parameter in ("out", "lse"):
+        if parameter in ("out", "lse", "out_p", "out_d"):
             check_output(wrapper, parameter, usual[key])
             return
         value = value_of(wrapper, parameter)
@@ -238,8 +282,8 @@ def test_an_argument_has_an_effect_or_is_refused(
 def check_output(wrapper: str, parameter: str, usual: tuple[Any, ...]) -> None:
     """Check that results are written to the caller's arrays."""
     everything: dict[str, dict[str, Any]] = {"__init__": {}, "plan": {}, "run": {}}
-    q = WRAPPERS[wrapper][2][0]
-    shape = q.shape if parameter == "out" else q.shape[:-1]
+    q = WRAPPERS[wrapper][2][3 if parameter == "out_d" else 0]
+    shape = q.shape[:-1] if parameter == "lse" else q.shape
     given = np.full(shape, 77, np.float32)
     everything["run"] = {parameter: given}
     seen = observe(wrapper, everything)

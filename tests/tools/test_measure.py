@@ -66,6 +66,22 @@ def test_batching(tool, tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_attention(tool, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    measure_attention = importlib.import_module("attention")
+    monkeypatch.setattr(measure_attention, "read_bandwidth", lambda threads: 1e9)
+    words = ["--keys", 70, "--repeats", 1]
+    tool("attention", tmp_path, "variants", "skew", "pages", *words)
+    made = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    tests = [row["test"] for row in made]
+    assert len(tests) == len(set(tests)) == 8 + 2 + 14
+    assert tests[0] == "causal, 1 rows, 70 keys"
+    assert "pages of 64, HND, 70 keys" in tests
+    assert all(row["variant_over_built_in"] > 0 for row in made[:8])
+    assert all(row["static_over_plan"] > 0 for row in made[8:10])
+    assert all(row["share"] == round(row["gb_per_s"], 3) or row["share"] > 0 for row in made[10:])
+
+
 def test_published_rows_are_appended(tool, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(TOOLS))
     published = importlib.import_module("published_rows")

@@ -9,6 +9,8 @@ keys to the left, a log-sum-exp (LSE) to base 2.
 `paged.py`           `BatchDecodeWithPagedKVCacheWrapper`, `BatchPrefillWithPagedKVCacheWrapper`
 `ragged.py`          `BatchPrefillWithRaggedKVCacheWrapper`
 `mixed.py`           `BatchAttention`: prefill and decode mixed, lengths in tokens
+`pod.py`             `PODWithPagedKVCacheWrapper`: a contiguous prompt and a paged decode batch
+`sink.py`            `BatchAttentionWithAttentionSinkWrapper`
 `cascade.py`         shared prefixes; `merge.py` has `merge_state` and `merge_states`
 `mla.py`             latent attention (DeepSeek); `block_sparse.py`: block-sparse masks
 `plan.py`            the work of a step; `run.py` runs a plan on the CPU or on a device
@@ -34,18 +36,21 @@ from nbflow_kernels.attention.paged import (
     BatchPrefillWithPagedKVCacheWrapper,
 )
 from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.attention.pod import PODWithPagedKVCacheWrapper
 from nbflow_kernels.attention.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from nbflow_kernels.attention.single import (
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
 )
+from nbflow_kernels.attention.sink import BatchAttentionWithAttentionSinkWrapper
 from nbflow_kernels.attention.variants import AttentionVariant
 
 __all__ = [
-    "AttentionPlan", "AttentionVariant", "BatchAttention", "BatchDecodeWithPagedKVCacheWrapper",
+    "AttentionPlan", "AttentionVariant", "BatchAttention", "BatchAttentionWithAttentionSinkWrapper",
+    "BatchDecodeWithPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper", "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper", "BlockSparseAttentionWrapper", "CascadeTiming",
-    "MultiLevelCascadeAttentionWrapper", "VariableBlockSparseAttentionWrapper", "merge_state",
-    "merge_state_in_place", "merge_states", "single_decode_with_kv_cache",
-    "single_prefill_with_kv_cache",
+    "MultiLevelCascadeAttentionWrapper", "PODWithPagedKVCacheWrapper",
+    "VariableBlockSparseAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states",
+    "single_decode_with_kv_cache", "single_prefill_with_kv_cache",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, on_host
+from nbflow_kernels.arrays import check_array, empty, on_host
 from nbflow_kernels.attention.block_sparse import refuse_positions
 from nbflow_kernels.attention.merge import merge_state_in_place
 from nbflow_kernels.attention.paged import BatchPrefillWithPagedKVCacheWrapper
@@ -53,11 +53,18 @@ class MultiLevelCascadeAttentionWrapper:
         Split-KV workspace, as in `BatchPrefillWithPagedKVCacheWrapper`.
     kv_layout : str
         ``"NHD"`` or ``"HND"``, as in `BatchPrefillWithPagedKVCacheWrapper`.
+    use_cuda_graph : bool
+        Make `run` capturable into a CUDA graph, as in `BatchPrefillWithPagedKVCacheWrapper`: the
+        buffers fix the number of entries and pages of each level, the first plan the options and
+        the number of query rows.  Results of rows after ``qo_indptr[-1]`` are undefined.
+    qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr
+    paged_kv_last_page_len_buf_arr : lists of arrays
+        Buffers of `use_cuda_graph` for each level.
 
     Raises
     ------
     UsageError
-        If `num_levels` is below 1, or the layout is unknown.
+        If `num_levels` is below 1, the layout is unknown, or the buffers do not fit each other.
 
     Examples
     --------
@@ -82,15 +89,45 @@ class MultiLevelCascadeAttentionWrapper:
     """
 
     def __init__(
-        self, num_levels: int, float_workspace_buffer: Any = None, kv_layout: str = "NHD"
+        self,
+        num_levels: int,
+        float_workspace_buffer: Any = None,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: Sequence[Any] | None = None,
+        paged_kv_indptr_buf_arr: Sequence[Any] | None = None,
+        paged_kv_indices_buf_arr: Sequence[Any] | None = None,
+        paged_kv_last_page_len_buf_arr: Sequence[Any] | None = None,
     ) -> None:
         if num_levels < 1:
             raise UsageError(f"num_levels must be at least 1, got {num_levels}")
         self.kv_layout = kv_layout
-        self._levels = [
-            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-            for _ in range(num_levels)
+        self._use_cuda_graph = use_cuda_graph
+        buffers = {
+            "qo_indptr_buf_arr": qo_indptr_buf_arr,
+            "paged_kv_indptr_buf_arr": paged_kv_indptr_buf_arr,
+            "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
+            "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
+        }
+        for name, arrays in buffers.items():
+            if not use_cuda_graph and arrays is not None:
+                raise UsageError(f"{name} is for use_cuda_graph=True, got use_cuda_graph=False")
+            if use_cuda_graph and len(arrays or ()) != num_levels:
+                raise UsageError(
+                    f"use_cuda_graph needs in {name} a buffer for each of {num_levels} levels, got "
+                    f"{len(arrays or ())}"
+                )
+        per_level = [
+            [(arrays or ())[i] for arrays in buffers.values()] if use_cuda_graph else []
+            for i in range(num_levels)
         ]
+        self._levels = [
+            BatchPrefillWithPagedKVCacheWrapper(
+                float_workspace_buffer, kv_layout, use_cuda_graph, *own
+            )
+            for own in per_level
+        ]
+        self._states: list[tuple[Any, Any]] = []
         self._flat: Callable[[], BatchPrefillWithPagedKVCacheWrapper] | None = None
 
     @property
@@ -208,11 +245,31 @@ class MultiLevelCascadeAttentionWrapper:
         """
         self._planned("run")
         into = wide_output(q, out)
+        states = self._fixed_states(q)
+        if self._use_cuda_graph:
+            into, lse = (
+                states[-1][0] if into is None else into,
+                states[-1][1] if lse is None else lse,
+            )
         found, lse = self._levels[-1].run(q, paged_kv_cache, out=into, lse=lse, return_lse=True)
-        for level in self._levels[:-1]:
-            merge_state_in_place(found, lse, *level.run(q, paged_kv_cache, return_lse=True))
+        for level, (shared, shared_lse) in zip(self._levels[:-1], states, strict=False):
+            other = level.run(q, paged_kv_cache, out=shared, lse=shared_lse, return_lse=True)
+            merge_state_in_place(found, lse, *other)
         out = narrow_output(found, out, q.dtype)
         return (out, lse) if return_lse else out
+
+    def _fixed_states(self, q: Any) -> list[tuple[Any, Any]]:
+        """Return outputs for the levels: with CUDA graphs the wrapper's arrays, else new ones.
+
+        Captured launches refer to them, so they stay as long as the queries have these sizes.
+        """
+        if not self._use_cuda_graph:
+            return [(None, None)] * len(self._levels)
+        if not self._states or self._states[0][0].shape != q.shape:
+            self._states = [(empty(q, q.shape), empty(q, q.shape[:2])) for _ in self._levels]
+            for out, lse in self._states:
+                out[...], lse[...] = 0.0, -np.inf
+        return self._states
 
     def predicted_byte_ratio(self) -> float:
         """Return the bytes of keys and values loaded without the cascade over those with it.

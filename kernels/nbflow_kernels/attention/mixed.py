@@ -91,6 +91,8 @@ class BatchAttention(PagedAttentionWrapper):
         k_scale: Any = None,
         v_scale: Any = None,
         logits_soft_cap: float = 0.0,
+        *,
+        sinks: Any = None,
     ) -> tuple[Any, Any]:
         """Attend with the current plan.
 
@@ -100,6 +102,8 @@ class BatchAttention(PagedAttentionWrapper):
             As in `BatchPrefillWithPagedKVCacheWrapper.run`.
         logits_soft_cap : float
             0, or the value given to `plan`.
+        sinks : array of float32, shape (H,), optional
+            Per head, the score of an additional key without a value.
 
         Returns
         -------
@@ -112,6 +116,8 @@ class BatchAttention(PagedAttentionWrapper):
                 f"logits_soft_cap must be the plan's ({plan.logits_soft_cap}), got "
                 f"{logits_soft_cap}; give it to plan(...)"
             )
-        call = AttentionCall(k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=True)
+        call = AttentionCall(
+            k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=True, sinks=sinks
+        )
         result: tuple[Any, Any] = self._run_pages(q, kv_cache, None, call)
         return result

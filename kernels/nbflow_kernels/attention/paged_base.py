@@ -10,7 +10,7 @@ from nbflow_kernels.arrays import check_array, check_indptr, check_range, on_hos
 from nbflow_kernels.attention.cuda_graph import GraphPlan, Tables
 from nbflow_kernels.attention.options import Options, check_backend, check_dtype, check_workspace
 from nbflow_kernels.attention.plan import AttentionPlan, make_plan, plan_into
-from nbflow_kernels.attention.run import AttentionCall, run_plan
+from nbflow_kernels.attention.run import AttentionCall, PlannedRun, run_plan
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.formats import kinds_of
 from nbflow_kernels.kv_cache.page_table import (
@@ -61,6 +61,8 @@ class PagedAttentionWrapper(PlannedWrapper):
         self._kv_format: str | None = None
         self._variant: Any = None
         self._tensor_cores = False
+        self.position_mode = "NONE"
+        """`pos_encoding_mode` of the current plan."""
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: Any = None, int_workspace_buffer: Any = None
@@ -126,6 +128,7 @@ class PagedAttentionWrapper(PlannedWrapper):
         if variant is not None:
             options |= {"disable_split_kv": True, "disable_page_sharing": True}
         chosen = Options(kv_layout=self.kv_layout, **options)
+        self.position_mode = chosen.pos_encoding_mode
 
         def make(tables: Tables) -> AttentionPlan:
             plan = make_plan(
@@ -166,6 +169,12 @@ class PagedAttentionWrapper(PlannedWrapper):
         self, q: Any, paged_kv_cache: Any, window_left: int | None, call: AttentionCall
     ) -> Any:
         """Check a layer's arrays against the plan, and attend."""
+        return run_plan(self._pages_run(q, paged_kv_cache, window_left, call))
+
+    def _pages_run(
+        self, q: Any, paged_kv_cache: Any, window_left: int | None, call: AttentionCall
+    ) -> PlannedRun:
+        """Return the run of the current plan on a layer's arrays, checked."""
         plan = self._planned()
         _, G, D_qk, D_vo = plan.heads
         k, v = check_cache(
@@ -183,4 +192,4 @@ class PagedAttentionWrapper(PlannedWrapper):
             plan.set_window(window_left)
             plan_into(plan, plan.qo_indptr, plan.kv_indptr, plan.kv_indices, plan.kv_lens)
         kinds = kinds_of(k, v, self._kv_format)
-        return run_plan(plan, q, k, v, kinds, call, self._variant)
+        return PlannedRun(plan, q, k, v, kinds, call, self._variant)

@@ -6,6 +6,7 @@ The tables of a plan can be inspected: ``print(plan)``, ``plan.items``,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -70,12 +71,16 @@ class AttentionPlan:
         """Multiply-adds of one layer."""
         self.n_steps = 0
         """Number of fills; device copies are updated when it changes."""
+        self.hooks: Any = None
+        """Compiled functions of a variant on the CPU, which the header refers to."""
         self.on_devices: dict[Any, Any] = {}
         """Device plans (`nbflow_kernels.attention.cuda.plan`) by device and stream."""
         self.workspace: Any = None
         """Split-KV workspace of the caller; None to allocate one."""
         self.fixed_rows: int | None = None
         """Number of query rows of every call, including padding; None without CUDA graphs."""
+        self.shares_per_thread = 1
+        """Shares that each thread's work is divided into, for launches of several plans."""
         self.waits_for_copies = False
         """Synchronize after uploading tables to a device."""
         self.header = np.zeros(HEADER_SIZE, np.int64)
@@ -91,7 +96,8 @@ class AttentionPlan:
         head = self.header
         head[at.QO_HEADS], head[at.KV_HEADS], head[at.DIM_QK], head[at.DIM_VO] = heads
         head[at.PAGE_SIZE], head[at.WINDOW], head[at.CAUSAL] = page_size, self.window_left, causal
-        head[at.SPLIT_KEYS] = chosen.split_keys or SPLIT
+        self.split_keys = chosen.split_keys or SPLIT
+        head[at.SPLIT_KEYS] = self.split_keys
         head[at.MAY_SPLIT] = not chosen.disable_split_kv
         head[at.MAY_SHARE] = not chosen.disable_page_sharing
         self._factors = np.full(heads[0], self.sm_scale, np.float32)
@@ -183,6 +189,20 @@ class AttentionPlan:
         if outputs is not None or self.header[at.OUT_FACTORS]:
             self.set_table(at.OUT_FACTORS, outputs)
 
+    def set_hooks(self, hooks: Any, addresses: Sequence[int], *, no_softmax: bool) -> None:
+        """Set the compiled functions of a variant; `hooks` is what the addresses refer to.
+
+        `addresses` are those of the functions for scores, outputs and ranges, and of parameters.
+
+        Without a softmax, partial results of splits are not means, so keys are not split.
+        """
+        self.hooks, head = hooks, self.header
+        fields = (at.SCORES_HOOK, at.OUTPUT_HOOK, at.RANGE_HOOK, at.HOOK_PARAMS)
+        for field, address in zip(fields, addresses, strict=True):
+            head[field] = address
+        head[at.NO_SOFTMAX] = no_softmax
+        head[at.SPLIT_KEYS] = 1 << 40 if no_softmax else self.split_keys
+
     def set_table(self, field: int, array: Any) -> None:
         """Set an address field of the header to an array, or to none.
 
@@ -235,7 +255,7 @@ def plan_into(
     The arrays (int32, as for the wrappers; `kv_lens` are the keys of each request) are neither
     checked nor copied.
     """
-    n_threads = min(get_num_threads(), MAX_THREADS)
+    n_threads = min(get_num_threads() * plan.shares_per_thread, MAX_THREADS)
     may_split = plan.header[at.MAY_SPLIT]
     while True:
         n_items, n_merges, n_shares, n_partials, work = schedule(

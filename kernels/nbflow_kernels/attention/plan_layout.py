@@ -68,6 +68,16 @@ ARRIVED = 33
 """int32: arrival counters of split tiles, 0 between launches; devices only."""
 MAY_SHARE = 34
 """1 if a common prefix of pages may be loaded once for several requests."""
+SCORES_HOOK = 35
+"""Compiled function of a variant that changes the scores of a chunk, or 0; CPU only, as follows."""
+OUTPUT_HOOK = 36
+"""Compiled function of a variant that changes a result, or 0."""
+HOOK_PARAMS = 37
+"""Address of the variant's parameters."""
+NO_SOFTMAX = 38
+"""1 if scores are the weights."""
+RANGE_HOOK = 39
+"""Compiled function of a variant that narrows the range of visible keys of a chunk, or 0."""
 HEADER_SIZE = 40
 
 # ---- columns of the item table and the merge table ----------------------------------------------

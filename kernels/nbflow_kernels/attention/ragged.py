@@ -11,7 +11,7 @@ from nbflow_kernels.arrays import check_array, check_indptr, is_cuda, on_host
 from nbflow_kernels.attention.cuda_graph import graph_of
 from nbflow_kernels.attention.paged_base import PagedAttentionWrapper
 from nbflow_kernels.attention.plan import AttentionPlan
-from nbflow_kernels.attention.run import AttentionCall, run_plan
+from nbflow_kernels.attention.run import AttentionCall, PlannedRun, run_plan
 from nbflow_kernels.kv_cache.formats import formats_of
 
 
@@ -179,9 +179,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         if is_cuda(k):  # overlapping pages by strides
             token = 1 if heads_first else 0
             steps = (k.strides[token], v.strides[token])
-            return run_plan(plan, q, k[None], v[None], kinds, call, self._variant, page_bytes=steps)
+            run = PlannedRun(plan, q, k[None], v[None], kinds, call, self._variant, steps)
+            return run_plan(run)
         pages = [_pages_of_tokens(array, heads_first) for array in (k, v)]
-        return run_plan(plan, q, pages[0], pages[1], kinds, call, self._variant)
+        return run_plan(PlannedRun(plan, q, pages[0], pages[1], kinds, call, self._variant))
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

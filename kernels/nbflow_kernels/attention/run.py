@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from nbflow_kernels.attention.cpu import launch
 from nbflow_kernels.attention.options import head_factors, output_dtype
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant, read_variant
+from nbflow_kernels.cpu.parallel_for import together
 from nbflow_kernels.errors import UsageError, unknown_name
 
 
@@ -74,23 +76,52 @@ def check_devices(plan: AttentionPlan, call: AttentionCall, q: Any) -> None:
         )
 
 
-def run_plan(
-    plan: AttentionPlan,
-    q: Any,
-    k: Any,
-    v: Any,
-    kinds: tuple[int, int],
-    call: AttentionCall,
-    variant: Any = None,
-    *,
-    page_bytes: tuple[int, int] | None = None,
-) -> Any:
-    """Attend with a plan to checked queries and caches; return the result, or (out, lse).
+@dataclass
+class PlannedRun:
+    """One run of a plan on checked queries and caches."""
 
-    `page_bytes` overrides the page strides on a device, for overlapping pages.
+    plan: AttentionPlan
+    q: Any
+    k: Any
+    v: Any
+    kinds: tuple[int, int]
+    call: AttentionCall
+    variant: Any = None
+    page_bytes: tuple[int, int] | None = None
+    """Overrides the page strides on a device, for overlapping pages."""
+    out: Any = None
+    """Set by `run_plan`: what the kernels write, float32 on the CPU; `lse` likewise."""
+    lse: Any = None
+    dtype: Any = None
+    """Set by `run_plan`: dtype of the result."""
+
+
+def run_plan(*runs: PlannedRun) -> Any:
+    """Attend with plans; return the result of the run, or (out, lse), or a tuple of those of all.
+
+    On the CPU the runs share one launch; on a device they are launched one after the other.
     """
+    functions = [_prepare(run) for run in runs]
+    pairs = list(zip(runs, functions, strict=True))
+    if is_cuda(runs[0].q):
+        for run, variant in pairs:
+            _run_cuda(run, variant)
+    else:
+        with together() if len(runs) > 1 else contextlib.nullcontext():
+            for run, variant in pairs:
+                _run_cpu(run, variant)
+        for run in runs:
+            if run.plan.n_merges:
+                launch.merge_splits(run.plan, run.out, run.lse)
+    results = [_result(run) for run in runs]
+    return results[0] if len(runs) == 1 else tuple(results)
+
+
+def _prepare(run: PlannedRun) -> AttentionVariant | None:
+    """Check the arguments of a call, set them in the plan and make the outputs."""
+    plan, q, call = run.plan, run.q, run.call
     H, G, _, D_vo = plan.heads
-    dtype = output_dtype(call.o_dtype, q)
+    dtype = run.dtype = output_dtype(call.o_dtype, q)
     if call.out is not None:
         check_array("out", call.out, (plan.n_query_rows, H, D_vo), dtype)
     if call.lse is not None:
@@ -102,34 +133,37 @@ def run_plan(
     check_devices(plan, call, q)
     if call.lse_base not in ("2", "e"):
         raise unknown_name("lse_base", call.lse_base, ("2", "e"))
-    functions = check_variant(variant, plan, call)
+    functions = check_variant(run.variant, plan, call)
     scores = head_factors(H, H // G, call.q_scale, call.k_scale)
     plan.set_factors(scores, head_factors(H, H // G, None, None, call.v_scale))
     if call.sinks is not None or plan.table(at.SINKS) is not None:
         plan.set_table(at.SINKS, call.sinks)
     plan.header[at.LSE_NATURAL] = call.lse_base == "e"
-    out, lse = call.out, call.lse
+    run.out, run.lse = call.out, call.lse
     written = dtype if is_cuda(q) else np.dtype(np.float32)  # by the kernels
-    if out is None or out.dtype != written:
-        out = empty(q, (plan.n_query_rows, H, D_vo), written)
-    if lse is None and call.return_lse:
-        lse = empty(q, (plan.n_query_rows, H))
-    if is_cuda(q):
-        _run_cuda(plan, q, k, v, out, lse, kinds, call, functions, page_bytes)
-        return (out, lse) if call.return_lse else out
+    if run.out is None or run.out.dtype != written:
+        run.out = empty(q, (plan.n_query_rows, H, D_vo), written)
+    if run.lse is None and call.return_lse:
+        run.lse = empty(q, (plan.n_query_rows, H))
+    return functions
+
+
+def _run_cpu(run: PlannedRun, functions: AttentionVariant | None) -> None:
+    """Process the work items of a run; `merge_splits` follows."""
+    plan, q, call = run.plan, run.q, run.call
     if plan.fixed_rows is not None:
-        for array, given in ((out, call.out), (lse, call.lse)):
+        for array, given in ((run.out, call.out), (run.lse, call.lse)):
             if array is not None and array is not given:
                 array[plan.n_rows :] = 0.0  # padding rows
-    wide = q if q.dtype == np.float32 else q.astype(np.float32)
-    if functions is None:
-        launch.attend(plan, wide, k, v, out, lse, kinds)
-        if plan.n_merges:
-            launch.merge_splits(plan, out, lse)
-    else:
-        launch.attend_variant(plan, functions, wide, k, v, out, lse, kinds)
-    out = narrow_output(out, call.out, dtype)
-    return (out, lse) if call.return_lse else out
+    if q.dtype != np.float32:
+        run.q = q.astype(np.float32)  # must live until the launch
+    launch.attend_variant(plan, functions, run.q, run.k, run.v, run.out, run.lse, run.kinds)
+
+
+def _result(run: PlannedRun) -> Any:
+    """Return what the caller wanted of a run, in the dtype wanted."""
+    out = narrow_output(run.out, run.call.out, run.dtype)
+    return (out, run.lse) if run.call.return_lse else out
 
 
 def narrow_output(found: Any, out: Any, dtype: Any) -> Any:
@@ -142,23 +176,13 @@ def narrow_output(found: Any, out: Any, dtype: Any) -> Any:
     return out
 
 
-def _run_cuda(
-    plan: AttentionPlan,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    kinds: tuple[int, int],
-    call: AttentionCall,
-    functions: AttentionVariant | None,
-    page_bytes: tuple[int, int] | None,
-) -> None:
+def _run_cuda(run: PlannedRun, functions: AttentionVariant | None) -> None:
     """Run a plan on a CUDA device; the kernels write any output dtype."""
-    for name, array in (("k", k), ("v", v), ("out", out), ("lse", lse)):
+    plan, call, page_bytes = run.plan, run.call, run.page_bytes
+    for name, array in (("k", run.k), ("v", run.v), ("out", run.out), ("lse", run.lse)):
         if array is not None and not is_cuda(array):
             raise TypeError(f"{name} must be on the device, as q is, got a NumPy array")
-    arguments = (q, k, v, out, lse, kinds)
+    arguments = (run.q, run.k, run.v, run.out, run.lse, run.kinds)
     if functions is None:
         tensor_cores = call.tensor_cores
         cuda.attend(plan, *arguments, page_bytes=page_bytes, tensor_cores=tensor_cores)

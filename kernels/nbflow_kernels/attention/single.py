@@ -9,7 +9,7 @@ import numpy as np
 from nbflow_kernels.arrays import check_array, on_host
 from nbflow_kernels.attention.options import Options, check_backend, check_heads
 from nbflow_kernels.attention.plan import AttentionPlan, make_plan
-from nbflow_kernels.attention.run import AttentionCall, run_plan
+from nbflow_kernels.attention.run import AttentionCall, PlannedRun, run_plan
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.formats import KVFormat, formats_of
 
@@ -154,7 +154,8 @@ def single_prefill_with_kv_cache(
         q_scale=scale_q, k_scale=_both("k", scale_k, k_scale), v_scale=_both("v", scale_v, v_scale),
         sinks=sinks, out=out, lse=lse, return_lse=return_lse, lse_base=lse_base, o_dtype=o_dtype,
     )  # fmt: skip
-    return _attend(q, k, v, options, call, kv_format, variant, custom_mask, packed_custom_mask)
+    masks = (custom_mask, packed_custom_mask)
+    return run_plan(single_run(q, k, v, options, call, kv_format, variant, *masks))
 
 
 def single_decode_with_kv_cache(
@@ -233,14 +234,14 @@ def single_decode_with_kv_cache(
         lse_base=lse_base, out=None if out is None else out[None],
         lse=None if lse is None else lse[None], tensor_cores=use_tensor_cores,
     )  # fmt: skip
-    result = _attend(q[None], k, v, options, call, kv_format, variant)
+    result = run_plan(single_run(q[None], k, v, options, call, kv_format, variant))
     if return_lse:
         found, found_lse = result
         return found[0] if out is None else out, found_lse[0] if lse is None else lse
     return result[0] if out is None else out
 
 
-def _attend(
+def single_run(
     q: Any,
     k: Any,
     v: Any,
@@ -250,8 +251,8 @@ def _attend(
     variant: Any,
     custom_mask: Any = None,
     packed_custom_mask: Any = None,
-) -> Any:
-    """Check, plan and run the rows of one request."""
+) -> PlannedRun:
+    """Check and plan the rows of one request."""
     check_array("q", q, (None, None, None), (np.float32, np.float16), rows=True)
     if kv_format is None:  # messages name `k` and `v`
         check_array("k", k, (None, None, None), (np.float32, np.float16))
@@ -259,7 +260,7 @@ def _attend(
     formats = formats_of(k, v, kv_format)
     plan = _plan_one(q, k, v, options, formats, custom_mask, packed_custom_mask)
     kinds = (formats[0].kind, formats[1].kind)
-    return run_plan(plan, q, k[None], v[None], kinds, call, variant)
+    return PlannedRun(plan, q, k[None], v[None], kinds, call, variant)
 
 
 def _both(name: str, per_head: Any, single: Any) -> Any:

@@ -1,10 +1,11 @@
 """User-defined attention variants: plain Python functions compiled into the attention kernel.
 
-A variant is any object or class with some of the attributes of `AttentionVariant`.  Numba compiles
-its functions into a kernel that processes one query vector and one key at a time
-(`cpu/variants.py`, `cuda/variants.py`): ten to twenty times slower than built-in attention, with a
-few seconds of compilation per process (not cached on disk, as changes of user functions cannot be
-detected).  `nbflow_kernels.attention.reference` calls the same functions from NumPy, for debugging.
+A variant is any object or class with some of the attributes of `AttentionVariant`.  On the CPU
+Numba compiles each function into a loop over 64 scores or the numbers of a result, which the kernel
+of built-in attention calls (`cpu/variants.py`); on a device into a kernel that takes one query
+vector and one key at a time (`cuda/variants.py`).  Compiling takes a second per process: it is not
+cached on disk, as changes of user functions cannot be detected.
+`nbflow_kernels.attention.reference` calls the same functions from NumPy, for debugging.
 """
 
 from __future__ import annotations

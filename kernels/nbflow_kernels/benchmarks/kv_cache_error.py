@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from nbflow_kernels.attention.reference import single_prefill_with_kv_cache
 from nbflow_kernels.formats import dequantize
 from nbflow_kernels.kv_cache.cpu_codec import KINDS
+from nbflow_kernels.kv_cache.float8 import FLOAT8, decode_float8, encode_float8
 from nbflow_kernels.kv_cache.formats import kv_format
 from nbflow_kernels.quantizers import quantize
 
@@ -36,6 +37,8 @@ def sample() -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float
 
 def stored(x: NDArray[np.float64], format: str) -> NDArray[np.float64]:
     """Return numbers (n, G, D) after they were in a cache of that format."""
+    if format in FLOAT8:
+        return decode_float8(encode_float8(x, format), format)
     rows = quantize(x, kv_format(format).name, quantizer="reference")
     return dequantize(rows).astype(np.float64)
 

@@ -10,6 +10,7 @@
 `call_row_range(f, args, start, stop)`  call a trampoline (`nbflow_kernels.cpu.graph`); 0 unless
                                         the kernel raised
 `call_int(f, x)`                        call the C function ``int f(int)`` at an address
+`call_hook(f, a1, ..., a9)`             call a function of nine int64 without a result
 ======================================  =======================================================
 """
 
@@ -125,3 +126,16 @@ def call_int(typing_context, function, x):
         return builder.sext(builder.call(pointer, [builder.trunc(values[1], I32)]), I64)
 
     return types.int64(function, x), codegen
+
+
+@intrinsic
+def call_hook(typing_context, function, a1, a2, a3, a4, a5, a6, a7, a8, a9):
+    """Call a function of nine int64 (or pointers) without a result at an address."""
+
+    def codegen(context, builder, signature, args):
+        values = [llvm.int64(context, builder, signature, args, i) for i in range(10)]
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 9)
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return types.none(function, a1, a2, a3, a4, a5, a6, a7, a8, a9), codegen

@@ -11,7 +11,7 @@ load_pairs1(addr)`                    neighbouring lanes
 `store_fields4 ...(addr, v)`          the reverse; each lane must fit in the width
 `store_pairs4 ...(addr, v)`           the reverse; the odd lanes are ignored
 `store_bf16(addr, v)`                 16 float32 as bfloat16, halves to even, NaN stays NaN
-`write_u16(addr, i)`                  the low 16 bits of an int
+`write_u16 write_u8(addr, i)`         the low 16 or 8 bits of an int
 `keep(v, count)`                      lanes from `count` on become 0
 `choose_odd(even, odd)`               int32 lanes of `even` and, at the odd places, of `odd`
 ====================================  =========================================================
@@ -107,16 +107,20 @@ def store_bf16(typing_context, addr, v):
     return types.none(addr, v), codegen
 
 
-@intrinsic
-def write_u16(typing_context, addr, value):
-    """Write the low 16 bits of an int."""
+def _make_write(name: str, element: Any) -> Any:
+    def write(typing_context, addr, value):
+        def codegen(context, builder, signature, args):
+            address, bits = (llvm.int64(context, builder, signature, args, i) for i in range(2))
+            llvm.store(builder, builder.trunc(bits, element), address)
+            return context.get_dummy_value()
 
-    def codegen(context, builder, signature, args):
-        address, bits = (llvm.int64(context, builder, signature, args, i) for i in range(2))
-        llvm.store(builder, builder.trunc(bits, I16), address)
-        return context.get_dummy_value()
+        return types.none(addr, value), codegen
 
-    return types.none(addr, value), codegen
+    write.__name__ = name
+    return intrinsic(write)
+
+
+write_u16, write_u8 = _make_write("write_u16", I16), _make_write("write_u8", I8)
 
 
 @intrinsic

@@ -1,4 +1,4 @@
-"""Paged key/value cache: append, gather, and formats, float or block-quantized.
+"""Paged key/value cache: append, gather, convert, and formats, float or block-quantized.
 
 The page table of a batch is a CSR triple: the pages of request b are
 ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``, and its last page holds ``kv_last_page_len[b]``
@@ -9,6 +9,8 @@ tokens.  The caller owns the page table and the pages.
 `page_table.py`         checks and lengths of page tables
 `cpu.py`, `cuda.py`     append and gather kernels; `cuda_append_gather.cu`
 `cpu_codec.py`          encode and decode one head vector; `cuda_codec.cuh` on a device
+`float8.py`             float8 codes; `cpu_float8.py` in kernels
+`convert.py`            another layout, page size or format
 ======================  =========================================================================
 """
 
@@ -22,6 +24,7 @@ from nbflow_kernels.arrays import (
     check_array,
     check_indptr,
     check_range,
+    check_together,
     empty,
     is_cuda,
     on_device,
@@ -29,6 +32,7 @@ from nbflow_kernels.arrays import (
 )
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.kv_cache import cpu, cuda
+from nbflow_kernels.kv_cache.convert import convert_paged_kv_cache, whole_blocks
 from nbflow_kernels.kv_cache.formats import (
     KVFormat,
     format_of,
@@ -51,6 +55,7 @@ __all__ = [
     "KVFormat",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
+    "convert_paged_kv_cache",
     "gather_paged_kv_cache",
     "get_batch_indices_positions",
     "get_seq_lens",
@@ -73,6 +78,8 @@ def append_paged_kv_cache(
     kv_layout: str = "NHD",
     *,
     kv_format: str | None = None,
+    cos_sin: Any = None,
+    interleave: bool = False,
 ) -> None:
     """Append new keys and values to their pages, in place.
 
@@ -100,7 +107,13 @@ def append_paged_kv_cache(
     kv_format : str, optional
         Storage format of the cache: a name of `kv_format`, e.g. ``"q8_0"``, or two, keys first,
         e.g. ``"q8_0/q4_0"`` (see `kv_formats`).  By default that of the arrays' dtypes: float32,
-        float16, or bfloat16 where a package provides that dtype (``kv_format="bf16"`` is uint16).
+        float16, or bfloat16 and float8 where a package provides the dtype (``kv_format="bf16"`` is
+        uint16, ``"f8_e4m3"`` uint8).
+    cos_sin : array of float32, shape (n_positions, rotary_dim), optional
+        Table of `rope_cos_sin_cache`: the first `rotary_dim` columns of the keys are rotated by
+        their positions before they are stored, as `apply_rope_with_cos_sin_cache_inplace` does it.
+    interleave : bool
+        Rotate pairs of neighbours (2j, 2j + 1) instead of (j, j + rotary_dim / 2).
 
     Raises
     ------
@@ -111,7 +124,8 @@ def append_paged_kv_cache(
     Notes
     -----
     For caches on a CUDA device, index arrays may be on the device or the host.  Device index arrays
-    are not checked, as that would synchronize: rows missing in the page table are skipped.
+    are not checked, as that would synchronize: rows missing in the page table or in `cos_sin` are
+    skipped.
 
     Floats are rounded to nearest even; values above 65504 become infinite in float16.  A head
     vector in a block format has the bits of ``quantize(row, kv_format, quantizer="reference")``
@@ -138,10 +152,11 @@ def append_paged_kv_cache(
     page_size = k.shape[1 if kv_layout == "NHD" else 2]
     tables = (kv_indices, kv_indptr, kv_last_page_len)
     _check_tables(batch_indices, positions, T, tables, page_size, k.shape[0])
+    _check_rotation(cos_sin, interleave, append_key, positions)
     variant = cuda if is_cuda(append_key) else cpu
     variant.append_paged_kv_cache(
         append_key, append_value, batch_indices, positions, k, v, kv_indices, kv_indptr, kv_layout,
-        kinds_of(k, v, kv_format),
+        kinds_of(k, v, kv_format), cos_sin=cos_sin, interleave=interleave,
     )  # fmt: skip
 
 
@@ -373,11 +388,30 @@ def _check_gathered(
     format = format_of(k, split_names(kv_format)[0])
     if k.ndim != 4:
         raise UsageError(f"paged_kv_cache (keys) must have 4 axes, got shape {tuple(k.shape)}")
-    n_blocks = k.shape[3] * k.itemsize // format.block_bytes
-    D = n_blocks * format.block_size if head_dim is None else head_dim
+    D = whole_blocks(format, k.shape[3]) if head_dim is None else head_dim
     G = k.shape[2 if kv_layout == "NHD" else 1]
     k, v = check_cache(paged_kv_cache, None, G, D, kv_layout, kv_format)
     return k, v, D
+
+
+def _check_rotation(cos_sin: Any, interleave: bool, key: Any, positions: Any) -> None:
+    """Raise unless the table of rotations, if any, fits the keys and has their positions."""
+    if cos_sin is None:
+        if interleave:
+            raise UsageError("interleave is for cos_sin, the table of rotations: pass both")
+        return
+    check_array("cos_sin", cos_sin, (None, None))
+    check_together(append_key=key, cos_sin=cos_sin)
+    n_positions, rotary_dim = cos_sin.shape
+    if rotary_dim % 2 or not 0 < rotary_dim <= key.shape[2]:
+        raise UsageError(
+            f"cos_sin must have an even number of columns up to the head size, {key.shape[2]}, got "
+            f"{rotary_dim}"
+        )
+    if not is_cuda(positions) and len(positions) and positions.max() >= n_positions:
+        raise UsageError(
+            f"cos_sin must have a row for position {positions.max()}, got {n_positions} rows"
+        )
 
 
 def _check_tables(

@@ -7,11 +7,16 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.kv_cache.cpu_codec import FIRST_BLOCK_KIND, KINDS
+from nbflow_kernels.kv_cache.float8 import FLOAT8, encode_float8
 from nbflow_kernels.kv_cache.formats import kv_format, kv_formats, split_names
 from nbflow_kernels.op_case import OpCase, exact_case
+from nbflow_kernels.position import rope_cos_sin_cache
 from nbflow_kernels.quantizers import quantize
 
 COPY = "copies, rounded or encoded once in the cache's format"
+# x cos - y sin with |x|, |y| < 5: one product below 5 is rounded, then the sum below 7.1
+ROTATED_ATOL = 5e-7
+ROTATED = "rotated in float32: a product below 5 and a sum below 8 are rounded, 2.4e-7 each"
 
 
 def page_table(
@@ -33,6 +38,8 @@ def _pages(
     stored = kv_format(format)
     if stored.dtype.kind == "f":
         return values.astype(stored.dtype)
+    if format in FLOAT8:
+        return encode_float8(values, format)
     data = quantize(values, format, quantizer="reference").data
     return data.view(stored.dtype).reshape(n_pages, *shape, stored.row_length(D))
 
@@ -71,15 +78,23 @@ def _case(
     kv_layout: str = "NHD",
     joined: bool = False,
     timed: bool = False,
+    rotary_dim: int = 0,
+    interleave: bool = False,
 ) -> OpCase:
-    """Return a case that appends `new` tokens to requests, of which `lens` include them."""
+    """Return a case that appends `new` tokens to requests, of which `lens` include them.
+
+    With `rotary_dim`, the first columns of the keys are rotated.
+    """
     row_bytes = sum(f.row_bytes(D) for f in kv_formats(format))
 
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         indptr, indices, last = page_table(rng, lens, page_size)
         cache = _cache(rng, len(indices), G, D, page_size, format, kv_layout, joined)
         runs = [np.arange(n - m, n) for n, m in zip(lens, new, strict=True)]
-        T = sum(new)
+        T, rotation = sum(new), dict[str, Any]()
+        if rotary_dim:
+            table = rope_cos_sin_cache(max(lens) + 3, rotary_dim, theta=1e4)
+            rotation = {"cos_sin": table, "interleave": interleave}
         return {
             "append_key": rng.standard_normal((T, G, D)).astype(np.float32),
             "append_value": rng.standard_normal((T, G, D)).astype(np.float32),
@@ -89,8 +104,14 @@ def _case(
             "kv_indptr": indptr,
             "kv_last_page_len": last,
             **cache,
+            **rotation,
         }
 
+    if rotary_dim:
+        return OpCase(
+            "append_paged_kv_cache", name, inputs, 0.0, ROTATED_ATOL, ROTATED,
+            mutates=("paged_kv_cache",),
+        )  # fmt: skip
     return exact_case(
         "append_paged_kv_cache", name, inputs, COPY, mutates=("paged_kv_cache",),
         n_bytes=sum(new) * G * (8 * D + row_bytes), timed=timed,
@@ -122,6 +143,42 @@ def _mla(name: str, format: str, D_ckv: int, D_kpe: int) -> OpCase:
 
     mutates = ("ckv_cache", "kpe_cache")
     return exact_case("append_paged_mla_kv_cache", name, inputs, COPY, mutates=mutates)
+
+
+def _convert(
+    name: str,
+    lens: list[int],
+    *sizes: int,
+    to: dict[str, Any],
+    head_dim: int | None = None,
+    timed: bool = False,
+    **options: Any,
+) -> OpCase:
+    """Return a conversion; `sizes` are G, D and both page sizes, `to` options of the target."""
+    G, D, page_size, out_size = sizes
+    source = {"format": "f32", "kv_layout": "NHD", "joined": False, **options}
+    target = {**source, **to}
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        tables = [page_table(rng, lens, size) for size in (page_size, out_size)]
+        caches = [
+            _cache(rng, len(indices), G, D, size, **side)
+            for (_, indices, _), size, side in zip(
+                tables, (page_size, out_size), (source, target), strict=True
+            )
+        ]
+        ordered = [(indices, indptr, last) for indptr, indices, last in tables]
+        named = {f"out_{n}": v for n, v in caches[1].items() if n != "paged_kv_cache"}
+        return {
+            **caches[0], "page_table": ordered[0], "out": caches[1]["paged_kv_cache"],
+            "out_page_table": ordered[1], "head_dim": head_dim, **named,
+        }  # fmt: skip
+
+    row_bytes = sum(f.row_bytes(D) for side in (source, target) for f in kv_formats(side["format"]))
+    return exact_case(
+        "convert_paged_kv_cache", name, inputs, COPY, mutates=("out",),
+        n_bytes=sum(lens) * G * row_bytes, timed=timed,
+    )  # fmt: skip
 
 
 def _gather(
@@ -157,6 +214,7 @@ def _gather(
 BLOCK_FORMATS = [name for name, kind in KINDS.items() if kind >= FIRST_BLOCK_KIND]
 
 HALF_HEADS_FIRST: dict[str, Any] = {"format": "f16", "kv_layout": "HND"}
+TO_Q8_0: dict[str, Any] = {"format": "q8_0"}
 
 CASES = [
     _case("prefill_and_decode", [5, 1, 9], [5, 1, 1], 2, 20, 4),
@@ -173,6 +231,8 @@ CASES = [
     _case("q8_0_and_q4_0", [5, 3], [5, 1], 2, 80, 4, format="q8_0/q4_0"),
     _case("bf16_and_q3h_heads_first", [5, 8], [2, 8], 3, 36, 4, format="bf16/q3h", kv_layout="HND"),
     _case("q5_1_and_f16", [5], [2], 1, 20, 4, format="q5_1/f16"),
+    _case("rotated", [5, 8], [2, 8], 2, 40, 4, rotary_dim=36),
+    _case("rotated_half", [9], [9], 1, 64, 4, rotary_dim=64, interleave=True),
     _case("llama2_7b", [512], [512], 32, 128, 16, format="f16", timed=True),
     _case("llama3_8b_q8_0", [512], [512], 8, 128, 16, format="q8_0", timed=True),
     _case("llama3_8b_q4", [512], [512], 8, 128, 16, format="q4", timed=True),
@@ -188,6 +248,12 @@ CASES = [
     _gather("f32_and_q4_padded_to_half", [5], 2, 36, 4, format="f32/q4", dtype="float16"),
     _gather("llama3_8b_q8_0", [2048], 8, 128, 16, format="q8_0", timed=True),
     _gather("llama3_8b_q3h", [2048], 8, 128, 16, format="q3h", timed=True),
+    _convert("to_heads_first", [5, 0, 9], 2, 20, 4, 3, to={"kv_layout": "HND"}),
+    _convert("q8_0_pages", [7], 2, 36, 2, 16, format="q8_0", to={"joined": True}),
+    _convert("half_to_q8_0", [5, 3], 2, 36, 4, 1, format="f16", to={"format": "q8_0"}),
+    _convert("keys_only", [5], 2, 64, 1, 4, format="q4_0/f8_e4m3", to={"format": "f32/f8_e4m3"}),
+    _convert("llama3_8b", [2048], 8, 128, 16, 64, format="f16", to=HALF_HEADS_FIRST, timed=True),
+    _convert("llama3_8b_q8_0", [2048], 8, 128, 16, 16, format="f16", to=TO_Q8_0, timed=True),
     exact_case(
         "get_seq_lens",
         "with_an_empty_request",

@@ -1,8 +1,8 @@
 """CPU codec of one head vector of the KV cache: encode on append, decode to float32.
 
 A cache row is the key or the value of one token and head, D numbers: D floats, or ``ceil(D /
-block)`` blocks with the last one padded by copies of the last number.  Blocks have the bytes of
-``nk.quantize(row, format, quantizer="reference")``.
+block)`` blocks with the last one padded by copies of the last number, or D float8 codes
+(`cpu_float8.py`).  Blocks have the bytes of ``nk.quantize(row, format, quantizer="reference")``.
 
 `KINDS` numbers the formats.  Kernels take the number at run time and read the fields of a block
 from `LAYOUTS`, which is derived from the formats' field tables: one compilation serves all formats.
@@ -60,12 +60,15 @@ from nbflow_kernels.formats.affine_format import (
 )
 from nbflow_kernels.formats.bit_fields import reciprocal
 from nbflow_kernels.formats.registry import QuantFormat
+from nbflow_kernels.kv_cache.cpu_float8 import decode_float8_row, encode_float8_row
+from nbflow_kernels.kv_cache.float8 import FLOAT8
 
 F32, F16, BF16 = 0, 1, 2
 FIRST_BLOCK_KIND = 3
 
-# Order of the low bits of 32 codes in a block.
-SIGNED, BYTES, NIBBLES, HALVES, CRUMBS, PAIRS = range(6)
+# Order of the low bits of 32 codes in a block.  MINIFLOAT: single float8 codes without a scale;
+# LOW_BITS, ZERO and N_CODES are their mantissa bits, exponent bias and largest finite code.
+SIGNED, BYTES, NIBBLES, HALVES, CRUMBS, PAIRS, MINIFLOAT = range(7)
 
 # Columns of LAYOUTS.  Offsets are in bytes from the block; BASE_AT is -1 without a base.
 BLOCK, BLOCK_BYTES, SCALE_AT, BASE_AT, MODE, LOW_AT, HIGH_BITS, HIGH_AT, LOW_BITS = range(9)
@@ -117,14 +120,16 @@ _BLOCK_LAYOUTS = {
 }
 _FLOATS = {"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2)}
 
-KINDS: dict[str, int] = {name: i for i, name in enumerate([*_FLOATS, *_BLOCK_LAYOUTS])}
-"""Format name to kernel number: floats first, then block formats."""
+KINDS: dict[str, int] = {name: i for i, name in enumerate([*_FLOATS, *_BLOCK_LAYOUTS, *FLOAT8])}
+"""Format name to kernel number: floats first, then block formats, then float8."""
+FIRST_FLOAT8_KIND = FIRST_BLOCK_KIND + len(_BLOCK_LAYOUTS)
 
-LAYOUTS = np.array(
-    [sizes + (0,) * (N_COLUMNS - 2) for sizes in _FLOATS.values()] + list(_BLOCK_LAYOUTS.values()),
-    np.int64,
-)
+LAYOUTS = np.zeros((len(KINDS), N_COLUMNS), np.int64)
 """One row per kind, with the columns above."""
+LAYOUTS[:FIRST_BLOCK_KIND, :2] = list(_FLOATS.values())
+LAYOUTS[FIRST_BLOCK_KIND:FIRST_FLOAT8_KIND] = list(_BLOCK_LAYOUTS.values())
+LAYOUTS[FIRST_FLOAT8_KIND:, [BLOCK, BLOCK_BYTES, MODE]] = 1, 1, MINIFLOAT
+LAYOUTS[FIRST_FLOAT8_KIND:, [LOW_BITS, ZERO, N_CODES]] = list(FLOAT8.values())
 
 _CUTOFF = np.float32(1e-5)  # Inferflow's quantizers treat smaller scales as zero
 _NAN_HALF = 0x7E00
@@ -142,6 +147,10 @@ def decode_row(kind, source, n, factor, target, padded):
     """
     if kind < FIRST_BLOCK_KIND:
         copy_floats(kind, source, n, factor, target, padded)
+        return
+    if kind >= FIRST_FLOAT8_KIND:
+        mantissa, bias = LAYOUTS[kind, LOW_BITS], LAYOUTS[kind, ZERO]
+        decode_float8_row(mantissa, bias, source, n, factor, target, padded)
         return
     _copy_blocks(kind, source, n, factor, target, padded)
     for d in range(min((n + 15) // 16 * 16, padded), padded, 16):
@@ -297,6 +306,10 @@ def encode_row(kind, source, n, target):
     """Encode n float32 at `source` as one row of format `kind` at `target`."""
     if kind < FIRST_BLOCK_KIND:
         write_floats(kind, source, n, target)
+        return
+    if kind >= FIRST_FLOAT8_KIND:
+        mantissa, bias = LAYOUTS[kind, LOW_BITS], LAYOUTS[kind, ZERO]
+        encode_float8_row(mantissa, bias, LAYOUTS[kind, N_CODES], source, n, target)
         return
     block, block_bytes = LAYOUTS[kind, BLOCK], LAYOUTS[kind, BLOCK_BYTES]
     at = target

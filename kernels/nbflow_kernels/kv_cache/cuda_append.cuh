@@ -57,6 +57,9 @@ DEV void write_vector(u8* to, const float* x, int n, const float* cos_sin, int r
         }
         for (int d = lane; d < n; d += 32)
             store_float(to + d * F::ITEM, rotated(x, d, cos_sin, rotary_dim, is_neox), F::KIND);
+    } else if constexpr (F::FLOAT8) {
+        for (int d = lane; d < n; d += 32)
+            to[d] = float8_code<F>(rotated(x, d, cos_sin, rotary_dim, is_neox));
     } else {
         for (int first = 0; first < n; first += F::BLOCK) {
             float numbers[F::BLOCK / 32];  // padding repeats the last number

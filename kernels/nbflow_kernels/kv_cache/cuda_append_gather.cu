@@ -2,14 +2,14 @@
 #include "kv_cache/cuda_append.cuh"
 
 // Append: rows whose request or position is missing in the page table are skipped.  `cos_sin`, float32
-// (positions, rotary_dim), applies RoPE to keys before they are stored.
+// (n_positions, rotary_dim), applies RoPE to keys before they are stored; rows beyond it are skipped too.
 template <class K, class V>
 __global__ void __launch_bounds__(128)
 append(const float* key, const float* value, i64 key_stride, i64 value_stride,
        const int* batch_indices, const int* positions, u8* k_cache, u8* v_cache, i64 k_page,
        i64 k_token, i64 k_head, i64 v_page, i64 v_token, i64 v_head, const int* kv_indices,
        const int* kv_indptr, int n_requests, int n_pages, int page_size, int n_rows, int G, int D,
-       int D_value, const float* cos_sin, int rotary_dim, int is_neox) {
+       int D_value, const float* cos_sin, int n_positions, int rotary_dim, int is_neox) {
     __shared__ u8 codes[4][64];
     const int warp = threadIdx.x >> 5, job = blockIdx.x * 4 + warp;
     const int row = job / (2 * G), g = job / 2 % G;
@@ -17,7 +17,7 @@ append(const float* key, const float* value, i64 key_stride, i64 value_stride,
     const int position = positions[row];
     const int page = page_of(kv_indices, kv_indptr, n_requests, n_pages, batch_indices[row],
                              position < 0 ? -1 : position / page_size);
-    if (page < 0) return;
+    if (page < 0 || (cos_sin != nullptr && position >= n_positions)) return;
     if (job % 2 == 0) {
         const float* table = cos_sin == nullptr ? nullptr : cos_sin + (i64)position * rotary_dim;
         write_vector<K>(place_of({k_cache, k_page, k_token, k_head}, page, position % page_size, g),
@@ -53,4 +53,22 @@ gather(u8* key, u8* value, const int* batch_indices, const int* positions, u8* k
     for (int d = threadIdx.x & 31; d < n; d += 32)
         store_float(to + d * size, is_key ? load_number<K>(from, d) : load_number<V>(from, d),
                     out_kind);
+}
+
+// Copy head vectors of `n_bytes` between pages; both tables are checked on the host.
+__global__ void __launch_bounds__(128)
+copy_rows(u8* from, i64 from_page, i64 from_token, i64 from_head, u8* to, i64 to_page, i64 to_token,
+          i64 to_head, const int* batch_indices, const int* positions, const int* from_indices,
+          const int* from_indptr, int from_size, const int* to_indices, const int* to_indptr,
+          int to_size, int n_rows, int G, int n_bytes) {
+    const int job = blockIdx.x * 4 + (threadIdx.x >> 5);
+    const int row = job / G, g = job % G;
+    if (row >= n_rows) return;
+    const int position = positions[row], request = batch_indices[row];
+    const int from_number = from_indices[from_indptr[request] + position / from_size];
+    const int to_number = to_indices[to_indptr[request] + position / to_size];
+    const u8* source =
+        place_of({from, from_page, from_token, from_head}, from_number, position % from_size, g);
+    u8* target = place_of({to, to_page, to_token, to_head}, to_number, position % to_size, g);
+    for (int at = threadIdx.x & 31; at < n_bytes; at += 32) target[at] = source[at];
 }

@@ -6,7 +6,7 @@
 #include "cuda/types.cuh"
 
 enum Kind { F32, F16, BF16, FIRST_BLOCK_KIND };
-enum Mode { SIGNED, BYTES, NIBBLES, HALVES, CRUMBS, PAIRS };
+enum Mode { SIGNED, BYTES, NIBBLES, HALVES, CRUMBS, PAIRS, MINIFLOAT };
 // Scale rules of the published quantizers, `formats/affine_format.py`.
 enum Rule { RANGE, MIDRISE, ABSMAX, GGML_EXTREME, GGML_RANGE, GGML_ABSMAX };
 
@@ -23,6 +23,7 @@ struct Format {
                          RULE = Rule, DIVISOR = Divisor, TOP_AT = TopAt, TOP_SHIFT = TopShift,
                          MIDDLE_AT = MiddleAt, RADIX = Radix, RECIPROCAL = Reciprocal;
     static constexpr bool FLOAT = Kind < FIRST_BLOCK_KIND;
+    static constexpr bool FLOAT8 = Mode == MINIFLOAT && Kind >= FIRST_BLOCK_KIND;
     static constexpr int ITEM = Kind == F32 ? 4 : 2;  // bytes of a float element
 };
 
@@ -53,6 +54,31 @@ DEV float load_float(const u8* at, int kind) {
 DEV void store_float(u8* at, float x, int kind) {
     if (kind == F32) *(float*)at = x;
     else *(u16*)at = kind == F16 ? float_to_half(x) : float_to_bf16(x);
+}
+
+// ---- float8: mantissa bits, exponent bias and largest code are LOW_BITS, ZERO and N_CODES -------
+
+template <class F>
+DEV float float8_value(u32 code) {
+    const u32 size = code & 127, unit = (127 - F::ZERO) << 23;
+    const u32 special = (size + (F::LOW_BITS == 3 ? 1 : 4)) >> 7;  // NaN; infinity in e5m2
+    float x = __uint_as_float((size << (23 - F::LOW_BITS)) + (special + 1) * unit);
+    if (size < 1u << F::LOW_BITS)
+        x = __fmul_rn((float)size, __uint_as_float((128 - F::ZERO - F::LOW_BITS) << 23));
+    return code > 127 ? -x : x;
+}
+
+// Round to nearest even; beyond the largest number: the largest number; NaN stays NaN.
+template <class F>
+DEV u8 float8_code(float x) {
+    constexpr u32 LEAST = 128 - F::ZERO;  // exponent field of the smallest normal number
+    const u32 bits = __float_as_uint(x), size = bits & 0x7fffffff, sign = bits >> 24 & 128;
+    if (size > 0x7f800000) return sign | 127;
+    const u32 field = size >> 23, exponent = max(field, LEAST);
+    const u32 digits = (size & 0x7fffff) | (field ? 0x800000 : 0);
+    const u32 shift = min(23 - F::LOW_BITS + exponent - max(field, 1u), 30u);
+    const u32 count = (digits + (1u << (shift - 1)) - 1 + (digits >> shift & 1)) >> shift;
+    return sign | min(((exponent - LEAST) << F::LOW_BITS) + count, (u32)F::N_CODES);
 }
 
 // ---- decode ------------------------------------------------------------------------------------
@@ -98,6 +124,7 @@ DEV float block_base(const u8* block) {
 template <class F>
 DEV float load_number(const u8* row, int d) {
     if constexpr (F::FLOAT) return load_float(row + d * F::ITEM, F::KIND);
+    if constexpr (F::FLOAT8) return float8_value<F>(row[d]);
     const u8* block = row + d / F::BLOCK * F::BLOCK_BYTES;
     const float code = load_code<F>(block, d % F::BLOCK) - F::ZERO;
     return __fmaf_rn(block_scale<F>(block), code, block_base<F>(block));

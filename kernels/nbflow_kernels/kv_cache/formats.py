@@ -13,7 +13,13 @@ from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.kv_cache.cpu_codec import BLOCK, BLOCK_BYTES, FIRST_BLOCK_KIND, KINDS, LAYOUTS
 
 _DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
-_FLOAT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_FLOAT_NAMES = {
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "f8_e4m3",
+    "float8_e5m2": "f8_e5m2",
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class KVFormat:
     kind: int
     """Index of the format in `nbflow_kernels.kv_cache.cpu_codec.KINDS`."""
     dtype: np.dtype[Any]
-    """dtype of the cache: float32, float16, uint16 (bits of bfloat16), or uint8."""
+    """dtype of the cache: float32, float16, uint16 (bits of bfloat16), or uint8 (the others)."""
     block_size: int
     """Numbers in a block; 1 for floats."""
     block_bytes: int
@@ -60,9 +66,9 @@ def kv_format(name: str) -> KVFormat:
     Parameters
     ----------
     name : str
-        ``f32``, ``f16``, ``bf16``, or a block format of `FORMATS` whose blocks have 32 or 64
-        numbers, by its explicit or short name: ``q8_0 q5_1 q5_0 q4_1 q4_0``, ``q8 q6 q5 q4 q3h q3
-        q2``.
+        ``f32``, ``f16``, ``bf16``, ``f8_e4m3``, ``f8_e5m2``, or a block format of `FORMATS` whose
+        blocks have 32 or 64 numbers, by its explicit or short name: ``q8_0 q5_1 q5_0 q4_1 q4_0``,
+        ``q8 q6 q5 q4 q3h q3 q2``.
 
     Returns
     -------
@@ -153,8 +159,8 @@ def format_of(array: Any, name: str | None) -> KVFormat:
     if name is None:
         if found not in _FLOAT_NAMES:
             raise TypeError(
-                f"paged_kv_cache must have dtype float32, float16 or bfloat16, got {found}; pass "
-                "kv_format= for quantized pages or bfloat16 bits"
+                "paged_kv_cache must have dtype float32, float16, bfloat16 or float8, got "
+                f"{found}; pass kv_format= for quantized pages and bits of bfloat16 or float8"
             )
         return kv_format(_FLOAT_NAMES[found])
     wanted = kv_format(name)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.kv_cache.float8 import FLOAT8, decode_float8, encode_float8
 from nbflow_kernels.kv_cache.formats import split_names
 from nbflow_kernels.quantizers import quantize
 
@@ -16,6 +17,8 @@ def encode(row: np.ndarray, dtype: Any, kv_format: str | None) -> np.ndarray:
     if kv_format is None or np.dtype(dtype).kind == "f":
         with np.errstate(over="ignore"):  # above 65504, float16 is infinite
             return row.astype(dtype)
+    if kv_format in FLOAT8:
+        return encode_float8(row, kv_format).view(dtype)
     stored: np.ndarray = quantize(row, kv_format, quantizer="reference").data[0].view(dtype)
     return stored
 
@@ -24,6 +27,8 @@ def decode(rows: np.ndarray, kv_format: str | None, head_dim: int | None) -> np.
     """Return decoded head vectors (..., row) of a cache as float64 (..., D)."""
     if kv_format is None or rows.dtype.kind == "f":
         return rows.astype(np.float64)
+    if kv_format in FLOAT8:
+        return decode_float8(rows, kv_format)
     format = FORMATS[kv_format]
     blocks = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, format.block_bytes)
     values: np.ndarray = format.dequantize_blocks(blocks).astype(np.float64)
@@ -53,8 +58,12 @@ def append_paged_kv_cache(
     kv_layout: str = "NHD",
     *,
     kv_format: str | None = None,
+    cos_sin: np.ndarray | None = None,
+    interleave: bool = False,
 ) -> None:
     """See `nbflow_kernels.append_paged_kv_cache`."""
+    if cos_sin is not None:
+        append_key = _rotate(append_key, cos_sin[positions], interleave)
     caches, names = _split(paged_kv_cache), split_names(kv_format)
     for rows, cache, name in zip((append_key, append_value), caches, names, strict=True):
         pages = _pages(cache, kv_layout)
@@ -63,6 +72,18 @@ def append_paged_kv_cache(
             for g, vector in enumerate(row):
                 stored = encode(vector, cache.dtype, name)
                 pages[kv_indices[kv_indptr[request] + page], slot, g] = stored
+
+
+def _rotate(keys: np.ndarray, cos_sin: np.ndarray, interleave: bool) -> np.ndarray:
+    """Return rotated keys (T, G, D) in float64; `cos_sin` is (T, rotary_dim)."""
+    half = cos_sin.shape[1] // 2
+    first = np.arange(0, 2 * half, 2) if interleave else np.arange(half)
+    second = first + (1 if interleave else half)
+    cos, sin = (part[:, None].astype(np.float64) for part in np.split(cos_sin, 2, axis=1))
+    rotated = keys.astype(np.float64)
+    x, y = rotated[..., first], rotated[..., second]
+    rotated[..., first], rotated[..., second] = x * cos - y * sin, y * cos + x * sin
+    return rotated
 
 
 def append_paged_mla_kv_cache(
@@ -117,6 +138,37 @@ def gather_paged_kv_cache(
         with np.errstate(over="ignore"):
             found.append(decode(stored, name, head_dim).astype(dtype))
     return found[0], found[1]
+
+
+def convert_paged_kv_cache(
+    paged_kv_cache: Any,
+    page_table: tuple[np.ndarray, np.ndarray, np.ndarray],
+    out: Any,
+    out_page_table: tuple[np.ndarray, np.ndarray, np.ndarray],
+    kv_layout: str = "NHD",
+    out_kv_layout: str = "NHD",
+    *,
+    head_dim: int | None = None,
+    kv_format: str | None = None,
+    out_kv_format: str | None = None,
+) -> None:
+    """See `nbflow_kernels.convert_paged_kv_cache`."""
+    sides = zip(
+        _split(paged_kv_cache), _split(out), split_names(kv_format), split_names(out_kv_format),
+        strict=True,
+    )  # fmt: skip
+    for cache, target, name, out_name in sides:
+        pages, out_pages = _pages(cache, kv_layout), _pages(target, out_kv_layout)
+        indices, indptr, last = page_table
+        for request, length in enumerate(get_seq_lens(indptr, last, pages.shape[1])):
+            for n in range(length):
+                page, slot = divmod(n, pages.shape[1])
+                stored = pages[indices[indptr[request] + page], slot]
+                if (name, cache.dtype) != (out_name, target.dtype):
+                    numbers = decode(stored, name, head_dim)
+                    stored = np.array([encode(x, target.dtype, out_name) for x in numbers])
+                page, slot = divmod(n, out_pages.shape[1])
+                out_pages[out_page_table[0][out_page_table[1][request] + page], slot] = stored
 
 
 def get_seq_lens(kv_indptr: np.ndarray, kv_last_page_len: np.ndarray, page_size: int) -> np.ndarray:

@@ -151,6 +151,15 @@ def _rotate_pairs(x, cos, half):
         d += 1
 
 
+@jit.device_function
+def rotate_head(x, cos, half, is_neox):
+    """Rotate the pairs of a head: (j, j + half) if `is_neox`, else (2j, 2j + 1)."""
+    if is_neox:
+        rotate_halves(x, cos, half)
+    else:
+        _rotate_pairs(x, cos, half)
+
+
 @jit.kernel
 def _rope(
     positions, query, query_row_bytes, H, key, key_row_bytes, G, D, cache, half, is_neox, start,
@@ -163,7 +172,4 @@ def _rope(
                 x = query + row * query_row_bytes + 4 * D * h
             else:
                 x = key + row * key_row_bytes + 4 * D * (h - H)
-            if is_neox:
-                rotate_halves(x, cos, half)
-            else:
-                _rotate_pairs(x, cos, half)
+            rotate_head(x, cos, half, is_neox)

@@ -175,7 +175,9 @@ def test_natural_logarithm_and_half_precision_results() -> None:
     np.testing.assert_array_equal(room, out.astype(np.float16))
 
 
-@pytest.mark.parametrize("format", ["bf16", "f16", "q8_0", "q4_0", "q5_1", "q8", "q6", "q3h", "q2"])
+@pytest.mark.parametrize(
+    "format", ["bf16", "f16", "f8_e4m3", "q8_0", "q4_0", "q5_1", "q8", "q6", "q3h", "q2"]
+)
 def test_every_kind_of_cache_gives_the_bits_of_its_decoded_rows(format: str) -> None:
     from nbflow_kernels.formats import FORMATS
     from nbflow_kernels.kv_cache.reference import decode

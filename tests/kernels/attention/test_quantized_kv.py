@@ -45,6 +45,8 @@ TOTAL_ERROR = {
     "q5_0": 0.061,
     "q4_1": 0.12,
     "q4_0": 0.13,
+    "f8_e4m3": 0.039,
+    "f8_e5m2": 0.078,
 }
 
 
@@ -59,7 +61,7 @@ def test_table_has_a_row_for_every_format() -> None:
     assert [line.split("`")[1] for line in lines[2:]] == list(KINDS)
 
 
-PAIRS = ("q8_0/q4_0", "q3h/q5_1", "q8_0/f16", "f16/q8_0")
+PAIRS = ("q8_0/q4_0", "q3h/q5_1", "q8_0/f16", "f16/q8_0", "f8_e4m3/q4_0")
 """Formats of keys and of values: mixed block formats, and block formats with floats."""
 
 

@@ -16,8 +16,10 @@ from nbflow_kernels.attention import (
     single_prefill_with_kv_cache,
 )
 from nbflow_kernels.attention.cases import ATOL
+from nbflow_kernels.attention.cpu import vectorizable_math
 from nbflow_kernels.cpu.parallel_for import set_num_threads
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.position import alibi_slopes
 
 
 def sigmoid(params: Any, logit: Any, batch: Any, qo: Any, kv: Any, head: Any, g: Any) -> Any:
@@ -147,3 +149,73 @@ def test_wrong_variants_are_named(variant: Any, options: dict[str, Any], words: 
     q, k, v = arrays()
     with pytest.raises(UsageError, match=words):
         single_prefill_with_kv_cache(q, k, v, variant=variant, **options)
+
+
+def alibi(params: Any, logit: Any, batch: Any, qo: Any, kv: Any, head: Any, g: Any) -> Any:
+    return logit + params[0][head] * (kv - qo - params[1])
+
+
+def window(params: Any, batch: Any, qo: Any, kv: Any, head: Any, g: Any) -> Any:
+    return kv >= qo + params[0] - params[1]
+
+
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [
+        (
+            AttentionVariant(alibi, params=(alibi_slopes(4).astype(np.float64), 2100 - 5)),
+            {"pos_encoding_mode": "ALIBI"},
+        ),
+        (AttentionVariant(logits_mask=window, params=(2100 - 5, 70)), {"window_left": 70}),
+        (CAPPED, {"logits_soft_cap": 3.0}),
+    ],
+    ids=["alibi", "window", "cap"],
+)
+def test_built_in_options_written_as_variants(variant: Any, options: dict[str, Any]) -> None:
+    """Several splits of 2048 keys."""
+    rng = np.random.default_rng(4)
+    q, k, v = normal(rng, 5, 4, 20), normal(rng, 2100, 2, 20), normal(rng, 2100, 2, 20)
+    got = single_prefill_with_kv_cache(q, k, v, causal=True, variant=variant, return_lse=True)
+    want = single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True, **options)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2 * ATOL)  # two kernels' errors
+
+
+def test_weights_without_softmax_are_summed_over_all_keys() -> None:
+    rng = np.random.default_rng(5)
+    q, k, v = normal(rng, 2, 2, 16), normal(rng, 4200, 1, 16), normal(rng, 4200, 1, 16)
+    mask = rng.random((2, 4200)) < 0.5
+    want = reference.single_prefill_with_kv_cache(q, k, v, variant=SIGMOID, custom_mask=mask)
+    got = single_prefill_with_kv_cache(q, k, v, variant=SIGMOID, custom_mask=mask)
+    # 2100 values below 5 in float32: partial sums up to 200 are rounded, sqrt(2100) * 2**-24 * 200
+    np.testing.assert_allclose(got, want, rtol=0, atol=6e-4)
+    # the plan of another call has its softmax
+    again = single_prefill_with_kv_cache(q, k, v)
+    np.testing.assert_allclose(
+        again, reference.single_prefill_with_kv_cache(q, k, v), rtol=0, atol=ATOL
+    )
+
+
+def test_a_wrapper_may_be_planned_with_and_without_a_variant() -> None:
+    rng = np.random.default_rng(6)
+    paged = Paged(rng, [40, 25], (4, 2, 32), 8)
+    q, rows = normal(rng, 2, 4, 32), ints(0, 1, 2)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper()
+    paged.plan(wrapper, rows, variant=CAPPED)
+    capped_once = wrapper.run(q, paged.cache)
+    paged.plan(wrapper, rows)
+    np.testing.assert_array_equal(wrapper.run(q, paged.cache), paged.run(q, rows)[0])
+    assert np.abs(wrapper.run(q, paged.cache) - capped_once).max() > 1e-3
+
+
+def test_functions_that_are_replaced_are_as_exact() -> None:
+    x = np.concatenate([np.linspace(-800, 800, 40001), np.logspace(-300, 1, 500)])
+    x = np.concatenate([x, -x, [np.inf, -np.inf, np.nan]])
+    with np.errstate(over="ignore", under="ignore"):
+        for found, function in ((vectorizable_math.exp, np.exp), (vectorizable_math.tanh, np.tanh)):
+            got = np.array([found(value) for value in x])
+            want = function(x)
+            normal_range = np.abs(want) > 1e-307  # what is smaller becomes 0
+            np.testing.assert_allclose(got[normal_range], want[normal_range], rtol=1e-14)
+            assert (got[~normal_range & ~np.isnan(want)] <= 1e-307).all()
+            assert np.isnan(got[-1])

@@ -25,6 +25,7 @@ from nbflow.program import build
 from nbflow.spec import resolve
 from nbflow_kernels import op_registry
 from nbflow_kernels.cpu.interpreter import FALLBACKS, memory, simd, simd_int8
+from nbflow_kernels.cpu.interpreter.atomics import Hook
 from nbflow_kernels.formats.layout_cpu import packed_form
 
 ROOT = Path(nbflow_kernels.__path__[0]).parents[1]
@@ -102,6 +103,34 @@ def test_address_and_calls() -> None:
         assert out.tolist() == x.tolist()
         call(absolute, pointer, out.ctypes.data)
         assert out[:2].tolist() == [7.0, 59.0]
+
+
+def test_calls_of_hooks() -> None:
+    calls = []
+    hook = Hook(lambda *arguments: calls.append(arguments))
+    pointer = ctypes.cast(hook, ctypes.c_void_p).value
+    for run in (kernels.use_hook, kernels.stepped(kernels.use_hook)):
+        run(pointer, 2**40)
+    assert calls == [(2**40, *range(1, 9))] * 2
+
+
+_VARIANT = """
+import numpy as np, nbflow_kernels as nk
+from nbflow_kernels.attention import reference
+def logits(params, logit, batch, qo, kv, head, g): return params[0] * logit + kv
+def mask(params, batch, qo, kv, head, g): return kv != 2
+def output(params, x, batch, qo, head): return x + head
+variant = nk.AttentionVariant(logits, mask, output, (0.5,), False)
+rng = np.random.default_rng(0)
+q, k, v = (rng.standard_normal((n, 2, 16)).astype(np.float32) for n in (1, 5, 5))
+got = nk.single_prefill_with_kv_cache(q, k, v, variant=variant)
+want = reference.single_prefill_with_kv_cache(q, k, v, variant=variant)
+print(np.abs(got - want).max())
+"""
+
+
+def test_variants_without_compiling() -> None:
+    assert float(_without_compiling(_VARIANT)) < 1e-5  # weights up to 5, four values below 3
 
 
 def test_fma_rounds_once() -> None:

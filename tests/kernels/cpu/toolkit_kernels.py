@@ -138,6 +138,11 @@ def use_calls(function, trampoline, out):  # type: ignore[no-untyped-def]
 
 
 @jit.kernel
+def use_hook(hook, out):  # type: ignore[no-untyped-def]
+    atomics.call_hook(hook, out, 1, 2, 3, 4, 5, 6, 7, 8)
+
+
+@jit.kernel
 def use_int8(f, i, b, out):  # type: ignore[no-untyped-def]
     u, s = simd_int8.load_bytes(b), simd_int8.load_bytes(b + 64)
     seven = simd.and_(u, simd_int8.splat_bytes(127))
@@ -260,6 +265,7 @@ def use_narrow(f, i, b, out):  # type: ignore[no-untyped-def]
     simd.store_i32(out + 576, simd_narrow.choose_odd(n, m))
     simd_narrow.store_bf16(out + 640, x)
     simd_narrow.write_u16(out + 700, simd_memory.read_i32(i))
+    simd_narrow.write_u8(out + 702, simd_memory.read_i32(i + 4))
     for count in range(3):
         simd.store_f32(out + 1088 + 64 * count, simd_narrow.keep(x, 5 * count))
 

@@ -13,6 +13,7 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache import (
     append_paged_kv_cache,
     append_paged_mla_kv_cache,
+    convert_paged_kv_cache,
     gather_paged_kv_cache,
     get_batch_indices_positions,
     get_seq_lens,
@@ -190,6 +191,11 @@ def test_wrong_gather_arguments_are_named(
         ({"kv_layout": "hnd"}, UsageError, "unknown kv_layout 'hnd'"),
         ({"kv_layout": "HND"}, UsageError, r"paged_kv_cache \(keys\) must have shape"),
         ({"paged_kv_cache": (np.zeros(1),)}, UsageError, r"a pair \(keys, values\), got 1 arrays"),
+        ({"cos_sin": np.zeros((6, 22), np.float32)}, UsageError, "even number of columns .* 20"),
+        ({"cos_sin": np.zeros((6, 3), np.float32)}, UsageError, "even number of columns .* got 3"),
+        ({"cos_sin": np.zeros((5, 8), np.float32)}, UsageError, "row for position 5, got 5 rows"),
+        ({"cos_sin": np.zeros((6, 8))}, TypeError, "cos_sin must have dtype float32"),
+        ({"interleave": True}, UsageError, "interleave is for cos_sin"),
     ],
 )
 def test_wrong_arguments_are_named(
@@ -219,3 +225,93 @@ def test_positions_fit_the_lengths_of_the_table() -> None:
     assert rows.tolist() == [0, 1, 1, 1]
     assert positions.tolist() == [3, 3, 4, 5]
     assert rows.dtype == positions.dtype == np.int32
+
+
+@pytest.mark.parametrize("interleave", [False, True])
+@pytest.mark.parametrize("format", ["f32", "f16", "q8_0", "f8_e4m3"])
+def test_fused_rotation_has_the_bytes_of_a_rotation_before(format: str, interleave: bool) -> None:
+    stored = nk.kv_format(format)
+    table = nk.rope_cos_sin_cache(6, 18, theta=1e4)  # 9 pairs of 20 columns
+    caches = []
+    for fused in (False, True):
+        call = arguments()
+        shape = (5, 4, 2, stored.row_length(20))
+        call["paged_kv_cache"] = tuple(np.zeros(shape, stored.dtype) for _ in "kv")
+        given = call["append_key"].copy()
+        if fused:
+            call |= {"cos_sin": table, "interleave": interleave}
+        else:
+            key = call["append_key"].reshape(3, 40)
+            query = np.zeros((3, 20), np.float32)
+            nk.apply_rope_with_cos_sin_cache_inplace(
+                call["positions"], query, key, 20, table, not interleave
+            )
+        append_paged_kv_cache(**call, kv_format=format)
+        assert (call["append_key"] == given).all() == fused  # the argument does not change
+        caches.append(call["paged_kv_cache"])
+    for found, want in zip(*caches, strict=True):
+        np.testing.assert_array_equal(found.view(np.uint8), want.view(np.uint8))
+
+
+def conversion() -> dict[str, Any]:
+    """Return a call that converts requests of 6 and 1 tokens, 2 heads of 8."""
+    return {
+        "paged_kv_cache": tuple(np.ones((3, 4, 2, 8), np.float32) for _ in "kv"),
+        "page_table": (ints(2, 0, 1), ints(0, 2, 3), ints(2, 1)),
+        "out": tuple(np.zeros((3, 2, 3, 8), np.float16) for _ in "kv"),
+        "out_page_table": (ints(0, 1, 2), ints(0, 2, 3), ints(3, 1)),
+        "out_kv_layout": "HND",
+    }
+
+
+def test_conversion_changes_only_its_slots() -> None:
+    call = conversion()
+    convert_paged_kv_cache(**call)
+    want = np.ones((3, 2, 3, 8), np.float16)
+    want[2, :, 1:] = 0
+    for found in call["out"]:
+        np.testing.assert_array_equal(found, want)
+    convert_paged_kv_cache(
+        **call
+        | {"page_table": (ints(), ints(0), ints()), "out_page_table": (ints(), ints(0), ints())}
+    )  # no requests
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"page_table": (ints(2, 0, 1), ints(0, 2, 3))}, UsageError, "page_table must be a tuple"),
+        ({"page_table": (ints(2, 0, 3), ints(0, 2, 3), ints(2, 1))}, UsageError, "pages 0..2"),
+        ({"page_table": (ints(2, 0, 1), ints(0, 2, 3), ints(5, 1))}, UsageError, "must be 1..4"),
+        (
+            {"out_page_table": (ints(0, 1, 2), ints(0, 2, 3), ints(2, 1))},
+            UsageError,
+            r"lengths of page_table in tokens, \[6, 1\], got \[5, 1\]",
+        ),
+        (
+            {"out_page_table": (ints(0, 1, 1), ints(0, 2, 3), ints(3, 1))},
+            UsageError,
+            "every page at most once",
+        ),
+        ({"out_page_table": ([0], [0, 1], [1])}, TypeError, "out_page_table: kv_indices must be"),
+        ({"out_kv_layout": "NHD"}, UsageError, r"paged_kv_cache \(keys\) must have shape"),
+        ({"out_kv_format": "q8_0"}, TypeError, "q8_0 must have dtype uint8"),
+        ({"head_dim": 9}, UsageError, "must have shape"),
+    ],
+)
+def test_wrong_conversions_are_named(
+    change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        convert_paged_kv_cache(**{**conversion(), **change})
+
+
+def test_a_conversion_in_place_is_refused() -> None:
+    call = conversion()
+    call |= {
+        "out": call["paged_kv_cache"],
+        "out_kv_layout": "NHD",
+        "out_page_table": call["page_table"],
+    }
+    with pytest.raises(UsageError, match="must not share memory"):
+        convert_paged_kv_cache(**call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +16,16 @@ from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.kv_cache import cpu_codec
 from nbflow_kernels.kv_cache.cpu_codec import (
     FIRST_BLOCK_KIND,
+    FIRST_FLOAT8_KIND,
     KINDS,
     LAYOUTS,
     decode_row,
     encode_row,
 )
+from nbflow_kernels.kv_cache.float8 import FLOAT8, encode_float8, float8_values
 
-BLOCK_FORMATS = [name for name, kind in KINDS.items() if kind >= FIRST_BLOCK_KIND]
+BLOCK_FORMATS = list(KINDS)[FIRST_BLOCK_KIND:FIRST_FLOAT8_KIND]
+GOLDEN = Path(__file__).parents[2] / "golden"
 SIZES = (1, 15, 16, 20, 31, 33, 64, 80, 100, 128)
 
 
@@ -143,7 +147,8 @@ def test_sizes_of_a_format() -> None:
         assert format.name == name
         assert format.row_bytes(128) * 8 / 128 == format.bits_per_value(128)
         assert format.row_length(128) * format.dtype.itemsize == format.row_bytes(128)
-        assert format.bits_per_value(128) == FORMATS[name].bits_per_weight
+        bits = 8 if name in FLOAT8 else FORMATS[name].bits_per_weight
+        assert format.bits_per_value(128) == bits
     assert nk.kv_format("Q8").name == "q8_b32t2"
     assert nk.kv_format("fp16").dtype == np.float16
     assert nk.kv_format("q3h").row_bytes(80) == 64  # two blocks of 64
@@ -163,3 +168,33 @@ def test_sizes_of_a_format() -> None:
 def test_unknown_formats_are_refused_with_the_known_ones(name: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         nk.kv_format(name)
+
+
+@pytest.mark.parametrize("name", FLOAT8)
+def test_float8_codes_decode_to_their_values(name: str) -> None:
+    want = np.load(GOLDEN / "float8.npz")[name]  # torch's
+    np.testing.assert_array_equal(float8_values(name).astype(np.float32), want)
+    codes = np.arange(256, dtype=np.uint8)[None]
+    np.testing.assert_array_equal(decoded(codes, name, 256)[0], want)
+    np.testing.assert_array_equal(decoded(codes[:, 3:], name, 253, padded=270)[0, :253], want[3:])
+    tail = decoded(codes[:, :21], name, 21, 0.5, 40)[0]  # 16 at once, then one by one
+    np.testing.assert_array_equal(tail, [*(want[:21] * 0.5), *[0] * 19])
+
+
+@pytest.mark.parametrize("name", FLOAT8)
+def test_float8_rounds_to_nearest_even_and_saturates(name: str, rng: np.random.Generator) -> None:
+    finite = float8_values(name)[: FLOAT8[name].largest_code + 1].astype(np.float32)
+    ties = (finite[1:] + finite[:-1]) / 2  # exact in float32
+    around = np.concatenate(
+        [ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, finite[1:])]
+    )
+    special = np.array([np.nan, np.inf, 1e38, 460, 6e4, 1e-45, 2e-10, 0], np.float32)
+    x = np.concatenate([finite, around, special, rng.standard_normal(999).astype(np.float32)])
+    x = np.concatenate([x, -x])
+    want = encode_float8(x, name)
+    for n in (len(x), 3):  # vectors, and the numbers one by one
+        rows = x[: len(x) // n * n].reshape(-1, n)
+        np.testing.assert_array_equal(written(rows, name).ravel(), want[: rows.size])
+    back = decoded(want[None], name, len(x))[0]
+    assert (np.isnan(back) == np.isnan(x)).all()
+    assert np.nanmax(np.abs(back)) == finite[-1]

@@ -44,9 +44,11 @@ from nbflow_kernels.attention.cpu.online_softmax import (
     qk_1x16,
     qk_4x4,
     soft_cap,
+    unmasked_scores,
 )
 from nbflow_kernels.attention.plan_layout import CHUNK
 from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.atomics import call_hook
 from nbflow_kernels.cpu.simd_memory import (
     allocate,
     read_f32,
@@ -64,7 +66,7 @@ LOG2_E = 1.4426950408889634
 # State of a query vector: running maximum and sum of the softmax, factor of the accumulator in this
 # chunk, maximum and sum of earlier splits; visible keys in this chunk and in all.
 ROW_MAX, ROW_SUM, RESCALE, RUN_MAX, RUN_SUM = 0, 4, 8, 12, 16
-FIRST, LAST, LOW, HIGH = 24, 32, 40, 48
+FIRST, LAST, LOW, HIGH = 24, 32, 40, 48  # a range hook writes LAST next to FIRST
 
 
 # ---- one chunk of keys --------------------------------------------------------------------------
@@ -171,11 +173,13 @@ def softmax_weights(header, cap, M, group, head, request, row, position, base, s
     """Replace the scores of the chunk at key `base` by softmax weights, and update the state."""
     mask, slopes = read_word(header, at.MASK), read_word(header, at.SLOPES)
     table = read_word(header, at.BIAS)
+    hook = read_word(header, at.SCORES_HOOK)
+    first_row = row - read_i32(read_word(header, at.QO_INDPTR) + 4 * request)
     kv_len, index = np.int64(0), np.int64(0)
     if mask != 0:
         kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
         index = read_i64(read_word(header, at.MASK_STARTS) + 8 * request) + base
-        index += (row - read_i32(read_word(header, at.QO_INDPTR) + 4 * request)) * kv_len
+        index += first_row * kv_len
     for m in range(M):
         record = state + STATE_BYTES * m
         first, last = read_i64(record + FIRST), read_i64(record + LAST)
@@ -197,9 +201,19 @@ def softmax_weights(header, cap, M, group, head, request, row, position, base, s
         if cap > 0.0:
             for i in range(0, SCORE_BYTES, 64):
                 simd.store_f32(scores + i, soft_cap(simd.load_f32(scores + i), cap))
+        if hook != 0:
+            call_hook(
+                hook, read_word(header, at.HOOK_PARAMS), scores, first, last, base, request,
+                first_row + m // group, head * group + m % group, head,
+            )  # fmt: skip
         if first % 16 or last % 16 or mask != 0:
             bits = read_word(header, at.MASK_BITS) != 0
             apply_mask(scores, first, last, mask, bits, index + (m // group) * kv_len)
+        if read_word(header, at.NO_SOFTMAX) != 0:
+            unmasked_scores(scores, first, last)
+            write_f32(record + ROW_MAX, 0.0)
+            write_f32(record + ROW_SUM, 1.0)
+            continue
         old = read_f32(record + ROW_MAX)
         row_max, row_sum = exp_weights(scores, first, last, old)
         rescale = np.float32(1.0)
@@ -305,8 +319,10 @@ def write_result(header, acc, row_max, row_sum, row, qo_head, out, lse):
 
 
 @jit.device_function
-def write_results(header, M, group, row, head, acc, running, row_bytes, state, out, lse):
+def write_results(header, M, group, request, row, head, acc, running, row_bytes, state, out, lse):
     """Write the final results of a tile; `running` has those of its splits, or is 0."""
+    hook, n = read_word(header, at.OUTPUT_HOOK), read_word(header, at.DIM_VO)
+    first_row = row - read_i32(read_word(header, at.QO_INDPTR) + 4 * request)
     for m in range(M):
         record, source = state + STATE_BYTES * m, acc + m * row_bytes
         row_max, row_sum = read_f32(record + ROW_MAX), read_f32(record + ROW_SUM)
@@ -315,6 +331,12 @@ def write_results(header, M, group, row, head, acc, running, row_bytes, state, o
             source = running + m * row_bytes
         qo_head = head * group + m % group
         write_result(header, source, row_max, row_sum, row + m // group, qo_head, out, lse)
+        if hook != 0:
+            place = (row + m // group) * read_word(header, at.QO_HEADS) + qo_head
+            call_hook(
+                hook, read_word(header, at.HOOK_PARAMS), out + 4 * n * place, 0, n, 0, request,
+                first_row + m // group, qo_head, head,
+            )  # fmt: skip
 
 
 @jit.device_function
@@ -362,6 +384,7 @@ def flash_attention(
     D_qk, D_vo = read_word(header, at.DIM_QK), read_word(header, at.DIM_VO)
     page_size, split = read_word(header, at.PAGE_SIZE), read_word(header, at.SPLIT_KEYS)
     rope, latent = read_word(header, at.ROPE), read_word(header, at.LATENT)
+    range_hook = read_word(header, at.RANGE_HOOK)
     wide_qk, wide_vo = (D_qk + 15) // 16 * 16, (D_vo + 15) // 16 * 16
     qk_bytes, vo_bytes = 4 * wide_qk, 4 * wide_vo
     packed_bytes = CHUNK * (qk_bytes + vo_bytes) if k_pack or v_pack else 0
@@ -400,6 +423,7 @@ def flash_attention(
             pages = read_i32(read_word(header, at.KV_INDPTR) + 4 * request)
             pages = read_word(header, at.KV_INDICES) + 4 * pages
             rows, position, end = request_rows(header, request, row, end_row, end_key)
+            first_row = read_i32(read_word(header, at.QO_INDPTR) + 4 * request)
             if shared_pass:
                 end = shared
             else:
@@ -439,7 +463,14 @@ def flash_attention(
                     record = records + STATE_BYTES * m
                     seen = max(read_i64(record + LOW) - base, first)
                     write_i64(record + FIRST, seen)
-                    write_i64(record + LAST, max(seen, min(read_i64(record + HIGH) - base, last)))
+                    seen_end = max(seen, min(read_i64(record + HIGH) - base, last))
+                    write_i64(record + LAST, seen_end)
+                    if range_hook != 0 and seen < seen_end:
+                        call_hook(
+                            range_hook, read_word(header, at.HOOK_PARAMS), record + FIRST, seen,
+                            seen_end, base, request, row - first_row + m // group,
+                            head * group + m % group, head,
+                        )  # fmt: skip
                 vectors = q_tile + tile * qk_bytes
                 qk_scores(k_like, M, vectors, qk_bytes, now, records, s, scratch, table_1, n_1)
                 softmax_weights(
@@ -458,7 +489,7 @@ def flash_attention(
             else:
                 others = running + tile * vo_bytes if multi_split else np.int64(0)
                 write_results(
-                    header, M, group, row, head, sums, others, vo_bytes, records, out, lse
+                    header, M, group, request, row, head, sums, others, vo_bytes, records, out, lse
                 )
             request, row, tile = request + 1, row + rows, tile + M
     release(memory)

@@ -14,7 +14,7 @@ import numpy as np
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu.flash_attention import flash_attention
 from nbflow_kernels.attention.cpu.merge import merge_splits
-from nbflow_kernels.attention.cpu.variants import run_variant
+from nbflow_kernels.attention.cpu.variants import set_variant
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.cpu.parallel_for import parallel_for
@@ -88,7 +88,7 @@ def _readers(
 
 def attend_variant(
     plan: AttentionPlan,
-    variant: AttentionVariant,
+    variant: AttentionVariant | None,
     q: np.ndarray,
     k_cache: np.ndarray,
     v_cache: np.ndarray,
@@ -96,14 +96,9 @@ def attend_variant(
     lse: np.ndarray | None,
     kinds: tuple[int, int],
 ) -> None:
-    """Attend with an `AttentionVariant`; the plan must not be split."""
-    source = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
-    args = (
-        plan.header, variant.params, source, kinds, address_of(q), q.strides[0],
-        *_cache_addresses(plan, k_cache, v_cache), address_of(out),
-        0 if lse is None else address_of(lse),
-    )  # fmt: skip
-    parallel_for(run_variant(variant, args), plan.n_shares, 10 * plan.work, *args)
+    """Attend with the functions of an `AttentionVariant`, if any; its plan must not be split."""
+    set_variant(plan, variant)
+    attend(plan, q, k_cache, v_cache, out, lse, kinds)
 
 
 def _cache_addresses(

@@ -191,6 +191,15 @@ def exp_weights(s, first, last, old_max):
 
 
 @jit.device_function
+def unmasked_scores(s, first, last):
+    """Replace the scores of masked keys by 0, in the blocks of 16 that [first, last) touches."""
+    one, masked = simd.splat(1.0), simd.splat(MASKED)
+    for i in range(first // 16 * 64, (last + 15) // 16 * 64, 64):
+        x = simd.load_f32(s + i)
+        simd.store_f32(s + i, simd.mul(x, simd.minimum(simd.sub(x, masked), one)))
+
+
+@jit.device_function
 def exp1(x):
     """Return e**x of a float32 scalar with the bits of `simd.exp`."""
     return simd.max(simd.exp(simd.splat(x)))

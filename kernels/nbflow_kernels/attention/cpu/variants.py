@@ -1,146 +1,194 @@
-"""CPU kernel of attention variants, with the user's functions compiled into it."""
+"""User-defined variants on the CPU: their functions as hooks of `flash_attention`.
+
+The kernel calls a hook for the scores of a query vector and a chunk of 64 keys, between the dot
+products and the softmax, and another for each result.  A hook is a loop around the user's function,
+which LLVM inlines and, where the function allows it, vectorizes.  `exp` and `tanh` of the `math`
+module and of NumPy are those of `vectorizable_math`, because calls of the C library are made one by
+one.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import numba
 import numpy as np
+from numba.core import types
 from numba.core.errors import NumbaError
+from numba.core.extending import intrinsic
+from numba.core.imputils import impl_ret_borrowed
 
-from nbflow_kernels.attention import plan_layout as at
-from nbflow_kernels.attention.cpu.flash_attention import LOG2_E, load_queries
-from nbflow_kernels.attention.cpu.head_rows import copy_row
-from nbflow_kernels.attention.cpu.online_softmax import mask_bit
+from nbflow_kernels.attention.cpu.online_softmax import MASKED
+from nbflow_kernels.attention.cpu.vectorizable_math import with_vectorizable_math
+from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import (
     AttentionVariant,
     cannot_compile,
     no_mask,
     no_transform,
 )
-from nbflow_kernels.cpu import simd
-from nbflow_kernels.cpu.simd_memory import read_f32, read_i32, read_i64, read_word, write_f32
-from nbflow_kernels.kv_cache.cpu_codec import F32, copy_floats
+from nbflow_kernels.cpu import interpreter, llvm
+from nbflow_kernels.cpu.interpreter.atomics import Hook
+from nbflow_kernels.cpu.jit import FAST_MATH
+from nbflow_kernels.cpu.simd_memory import address_of, read_f32, write_f32, write_i64
 
-_KERNELS: dict[tuple[Any, ...], Any] = {}
+_SIGNATURE: Any = types.void(types.int64, types.CPointer(types.float32), *[types.int64] * 7)
+"""A hook's parameters: address of the variant's parameters; numbers to change in place and the
+range [first, last) of them; key of number 0; request, query row in it, query head, KV head."""
+_RANGE_SIGNATURE: Any = types.void(*[types.int64] * 9)
+"""As above, with the address of two int64 for the range of visible keys in place of numbers."""
+_LENGTH = 1 << 30
+"""Bound of array views in hooks; their loops have bounds of their own."""
 
 
-def run_variant(variant: AttentionVariant, kernel_args: tuple[Any, ...]) -> Callable[..., None]:
-    """Return the kernel of a variant, compiled for these arguments."""
-    key = variant.functions
-    if key not in _KERNELS:
-        _KERNELS[key] = _make_kernel(*key)
-    kernel: Callable[..., None] = _KERNELS[key]
+@dataclass(frozen=True)
+class Hooks:
+    """Compiled functions of a variant for parameters of some types."""
+
+    scores: Any
+    """Hook of the scores, or None: they stay; `output` likewise."""
+    output: Any
+    visible: Any
+    """Hook that finds the first and the last visible key, which saves products with the others."""
+    store: Any
+    """Function of (params, address) that writes the parameters to memory."""
+
+
+_HOOKS: dict[tuple[Any, ...], Hooks] = {}
+
+
+def set_variant(plan: AttentionPlan, variant: AttentionVariant | None) -> None:
+    """Let the kernel use a variant's functions in the plan's next runs, or none."""
+    if variant is None:
+        if plan.hooks is not None:
+            plan.set_hooks(None, (0, 0, 0, 0), no_softmax=False)
+        return
+    if interpreter.is_on():
+        python = _interpreted(variant)
+        places = [ctypes.cast(hook, ctypes.c_void_p).value or 0 for hook in python]
+        plan.set_hooks(python, (*places, 0, 0), no_softmax=not variant.use_softmax)
+        return
     try:
-        kernel(*kernel_args, 0, 0)  # compiles; the range of shares is empty
-    except NumbaError as error:
+        params = tuple(variant.params)
+        kind = numba.typeof(params)
+        key = (variant.functions, kind)
+        if key not in _HOOKS:
+            _HOOKS[key] = _compile(variant, kind)
+        hooks = _HOOKS[key]
+        # LLVM's structure of a tuple: a few words for a number, and more for an array
+        memory = np.zeros(8 + sum(8 + 2 * np.ndim(value) for value in params), np.int64)
+        if params:
+            hooks.store(params, address_of(memory))
+    except (NumbaError, ValueError) as error:
         raise cannot_compile(error) from error
-    return kernel
+    made = (hooks.scores, hooks.output, hooks.visible)
+    addresses = [0 if hook is None else hook.address for hook in made]
+    addresses.append(address_of(memory))
+    plan.set_hooks((variant, hooks, memory), addresses, no_softmax=not variant.use_softmax)
 
 
-def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> Any:
-    """Return a kernel of work items with the functions inlined; the plan must not be split."""
-    compile_one = numba.njit(nogil=True, error_model="numpy")
-    logits_transform = compile_one(transform or no_transform)
-    logits_mask = compile_one(mask or no_mask)
-    output_transform = compile_one(output or no_transform)
+def _compile(variant: AttentionVariant, kind: Any) -> Hooks:
+    """Compile the hooks of a variant for parameters of a Numba type."""
+    options: Any = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 
-    @compile_one
-    def add_key(q, key, n):
-        row_sum = simd.splat(0.0)
-        for d in range(0, 4 * n, 64):
-            row_sum = simd.fma(simd.load_f32(q + d), simd.load_f32(key + d), row_sum)
-        return simd.sum(row_sum)
+    def inner(function: Any) -> Any:
+        return numba.njit(forceinline=True, **options)(with_vectorizable_math(function))
 
-    @compile_one
-    def attend_one(
-        header, params, source, kinds, k, v, strides, request, qo_idx, low, high, h, q, row, acc
-    ):
-        """Attend from one query vector; return the maximal score and the sum of weights."""
-        g = h // (read_word(header, at.QO_HEADS) // read_word(header, at.KV_HEADS))
-        page_size, index = read_word(header, at.PAGE_SIZE), np.int64(0)
-        pages = read_i32(read_word(header, at.KV_INDPTR) + 4 * request)
-        pages = read_word(header, at.KV_INDICES) + 4 * pages
-        kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
-        D_qk, D_vo = read_word(header, at.DIM_QK), read_word(header, at.DIM_VO)
-        wide = (D_qk + 15) // 16 * 16
-        if read_word(header, at.MASK) != 0:
-            index = read_i64(read_word(header, at.MASK_STARTS) + 8 * request) + qo_idx * kv_len
-        row_max, row_sum = -np.inf, 0.0
-        acc[:] = 0.0
-        for j in range(low, high):
-            if read_word(header, at.MASK) != 0 and not mask_bit(
-                read_word(header, at.MASK), read_word(header, at.MASK_BITS) != 0, index + j
-            ):
-                continue
-            if not logits_mask(params, request, qo_idx, j, h, g):
-                continue
-            page = read_i32(pages + 4 * (j // page_size))
-            key = k + page * strides[0] + (j % page_size) * strides[1] + g * strides[2]
-            value = v + page * strides[4] + (j % page_size) * strides[5] + g * strides[6]
-            copy_row(source, kinds[0], key, D_qk, simd.address(row), wide)
-            logit = np.float64(add_key(q, simd.address(row), wide))
-            x = np.float64(logits_transform(params, logit, request, qo_idx, j, h, g))
-            weight = x
-            if use_softmax:
-                if x == -np.inf:
-                    continue
-                if not x <= row_max:
-                    rescale = math.exp(row_max - x)
-                    for d in range(D_vo):
-                        acc[d] *= rescale
-                    row_sum, row_max = row_sum * rescale, x
-                weight = math.exp(x - row_max)
-            row_sum += weight
-            copy_row(source, kinds[1], value, D_vo, simd.address(row), (D_vo + 15) // 16 * 16)
-            for d in range(D_vo):
-                acc[d] += weight * row[d]
-        return row_max, row_sum
+    load, store = _params_in_memory(kind)
+    transform = inner(variant.logits_transform or no_transform)
+    mask = inner(variant.logits_mask or no_mask)
+    output = inner(variant.output_transform or no_transform)
 
-    @compile_one
-    def kernel(plan, params, source, kinds, q, q_row_bytes, k, v, strides, out, lse, start, stop):
-        header = simd.address(plan)
-        H = read_word(header, at.QO_HEADS)
-        group, D_vo = H // read_word(header, at.KV_HEADS), read_word(header, at.DIM_VO)
-        wide = (read_word(header, at.DIM_QK) + 15) // 16 * 16
-        vectors = np.empty((read_word(header, at.MAX_VECTORS), wide), np.float32)
-        row = np.empty(max(wide, (D_vo + 15) // 16 * 16), np.float32)
-        acc = np.empty(D_vo, np.float64)
-        done = np.empty(D_vo, np.float32)
-        first_item = read_i64(read_word(header, at.SHARES) + 8 * start)
-        for item in range(first_item, read_i64(read_word(header, at.SHARES) + 8 * stop)):
-            fields = read_word(header, at.ITEMS) + at.ITEM_BYTES * item
-            request, first_row = read_word(fields, at.ITEM_REQUEST), read_word(fields, at.ITEM_ROW)
-            n_rows, g = read_word(fields, at.ITEM_N_ROWS), read_word(fields, at.ITEM_HEAD)
-            position, M = read_word(fields, at.ITEM_POSITION), n_rows * group
-            kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
-            load_queries(header, source, q, q_row_bytes, M, group, first_row, g, position,
-                         simd.address(vectors), wide)  # fmt: skip
-            for m in range(M):
-                here, h = position + m // group, g * group + m % group
-                low, high = 0, kv_len
-                if read_word(header, at.WINDOW) >= 0:
-                    low = max(0, here - read_word(header, at.WINDOW))
-                if read_word(header, at.CAUSAL) != 0:
-                    high = min(kv_len, here + 1)
-                qo_start = read_i32(read_word(header, at.QO_INDPTR) + 4 * request)
-                qo_idx = first_row + m // group - qo_start
-                row_max, row_sum = attend_one(
-                    header, params, source, kinds, k, v, strides, request, qo_idx, low, high, h,
-                    simd.address(vectors[m]), row, acc,
-                )  # fmt: skip
-                factor = 1.0 / row_sum if use_softmax and row_sum != 0.0 else 1.0
-                if read_word(header, at.OUT_FACTORS) != 0:
-                    factor *= read_f32(read_word(header, at.OUT_FACTORS) + 4 * h)
-                for d in range(D_vo):
-                    done[d] = output_transform(params, acc[d] * factor, request, qo_idx, h)
-                place = (first_row + m // group) * H + h
-                copy_floats(F32, simd.address(done), D_vo, 1.0, out + 4 * D_vo * place, D_vo)
-                if lse != 0:
-                    log = row_max + math.log(row_sum) if row_sum != 0.0 else -np.inf
-                    base = 1.0 if read_word(header, at.LSE_NATURAL) != 0 else LOG2_E
-                    write_f32(lse + 4 * place, log * base)
+    def change_scores(params_at, numbers, first, last, key, request, row, qo_head, kv_head):
+        params = load(params_at)
+        scores = numba.carray(numbers, (_LENGTH,))
+        for j in range(first, last):
+            x = MASKED
+            if mask(params, request, row, key + j, qo_head, kv_head):
+                logit = np.float64(scores[j])
+                x = np.float32(transform(params, logit, request, row, key + j, qo_head, kv_head))
+            scores[j] = MASKED if x < MASKED else x
 
-    return kernel
+    def change_output(params_at, numbers, first, last, key, request, row, qo_head, kv_head):
+        params = load(params_at)
+        results = numba.carray(numbers, (_LENGTH,))
+        for d in range(first, last):
+            results[d] = output(params, np.float64(results[d]), request, row, qo_head)
+
+    def narrow_range(params_at, ends, first, last, key, request, row, qo_head, kv_head):
+        params = load(params_at)
+        low, high = last, first
+        for j in range(first, last):
+            if mask(params, request, row, key + j, qo_head, kv_head):
+                low, high = min(low, j), max(high, j + 1)
+        write_i64(ends, low)
+        write_i64(ends + 8, max(low, high))
+
+    compiled: Any = numba.cfunc(_SIGNATURE, fastmath=FAST_MATH, **options)
+    changes_scores = variant.logits_transform is not None or variant.logits_mask is not None
+    visible = None
+    if variant.logits_mask is not None:
+        visible = numba.cfunc(_RANGE_SIGNATURE, **options)(narrow_range)
+    return Hooks(
+        compiled(change_scores) if changes_scores else None,
+        compiled(change_output) if variant.output_transform is not None else None,
+        visible,
+        store,
+    )
+
+
+def _params_in_memory(kind: Any) -> tuple[Any, Any]:
+    """Return functions that load the parameters from an address, and that store them there."""
+    if not len(kind):
+        return numba.njit(_no_params), None
+
+    @intrinsic
+    def load(typing_context, address):
+        def codegen(context, builder, signature, args):
+            value = llvm.load(builder, args[0], context.get_value_type(kind))
+            return impl_ret_borrowed(context, builder, kind, value)
+
+        return kind(types.int64), codegen
+
+    @intrinsic
+    def write(typing_context, params, address):
+        def codegen(context, builder, signature, args):
+            llvm.store(builder, args[0], args[1])
+            return context.get_dummy_value()
+
+        return types.none(kind, types.int64), codegen
+
+    @numba.njit(types.none(kind, types.int64))
+    def store(params, address):
+        write(params, address)
+
+    return load, store
+
+
+def _no_params(address):
+    return ()
+
+
+def _interpreted(variant: AttentionVariant) -> tuple[Any, Any]:
+    """Return the hooks as C functions that call Python."""
+    params = variant.params
+    transform, mask = variant.logits_transform or no_transform, variant.logits_mask or no_mask
+
+    def change_scores(_, numbers, first, last, key, request, row, qo_head, kv_head):
+        for j in range(first, last):
+            place, x = numbers + 4 * j, MASKED
+            if mask(params, request, row, key + j, qo_head, kv_head):
+                logit = float(read_f32(place))
+                x = transform(params, logit, request, row, key + j, qo_head, kv_head)
+            write_f32(place, MASKED if x < MASKED else x)
+
+    def change_output(_, numbers, first, last, key, request, row, qo_head, kv_head):
+        for d in range(first, last):
+            place = numbers + 4 * d
+            found = variant.output_transform(params, float(read_f32(place)), request, row, qo_head)
+            write_f32(place, found)
+
+    output = None if variant.output_transform is None else Hook(change_output)
+    return Hook(change_scores), output

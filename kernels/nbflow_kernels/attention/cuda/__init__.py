@@ -36,7 +36,7 @@ from nbflow_kernels.attention.cuda.scheduler import (
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kv_cache.cpu_codec import BF16, F16, F32, FIRST_BLOCK_KIND
+from nbflow_kernels.kv_cache.cpu_codec import BF16, F16, F32, FIRST_BLOCK_KIND, FIRST_FLOAT8_KIND
 from nbflow_kernels.kv_cache.cuda import format_types
 from nbflow_kernels.kv_cache.page_table import strides
 
@@ -178,10 +178,11 @@ def mma_supports(
     """Return whether the mma and wgmma kernels support a call that `quantized_kv` does not.
 
     Float32 queries over a mix of bfloat16 and a block format use the fallback: decoding rounds to
-    float16.
+    float16, which is exact for float8 only.
     """
     _, _, D_qk, D_vo = plan.heads
-    if F32 in kinds or (max(kinds) >= FIRST_BLOCK_KIND and q.dtype == np.float32):
+    has_blocks = any(FIRST_BLOCK_KIND <= kind < FIRST_FLOAT8_KIND for kind in kinds)
+    if F32 in kinds or (has_blocks and q.dtype == np.float32):
         return False
     v_in_k = _v_in_k(k_cache, v_cache, kv_strides, kinds)
     if D_qk % 16 or D_vo % 16 or split_keys(plan) % _KEYS:

@@ -21,6 +21,7 @@ from nbflow_kernels.kv_cache.cpu_codec import (
     BLOCK_BYTES,
     F16,
     FIRST_BLOCK_KIND,
+    FIRST_FLOAT8_KIND,
     LAYOUTS,
     RADIX,
 )
@@ -42,7 +43,9 @@ def supports(
     At least one of keys and values must have a block format; the other may be float16 with a head
     size in multiples of 32.  Fused rotation and heads above 256 columns are not supported.
     """
-    if max(kinds) < FIRST_BLOCK_KIND or plan.table(at.ROPE) is not None:
+    if max(kinds) < FIRST_BLOCK_KIND or max(kinds) >= FIRST_FLOAT8_KIND:
+        return False
+    if plan.table(at.ROPE) is not None:
         return False
     for kind, D in zip(kinds, plan.heads[2:], strict=True):
         if kind < FIRST_BLOCK_KIND and (kind != F16 or D % PART):

@@ -12,6 +12,8 @@ from nbflow_kernels.cpu.interpreter.simd_memory import read_i64
 
 _RowRange = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 _Int = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
+Hook = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 9)
+"""C type of the functions that `call_hook` calls."""
 
 
 def exchange(addr, x):
@@ -60,3 +62,8 @@ def call_row_range(function, args_at, start, stop):
 def call_int(function, x):
     """Call the C function ``int f(int)`` at an address."""
     return int(_Int(int(function))(int(x)))
+
+
+def call_hook(function, *arguments):
+    """Call a function of nine int64 without a result at an address."""
+    Hook(int(function))(*map(int, arguments))

@@ -58,6 +58,11 @@ def write_u16(addr, value):
     write(addr, np.array([int(value) & 0xFFFF], np.uint16))
 
 
+def write_u8(addr, value):
+    """Write the low 8 bits of an integer."""
+    write(addr, np.array([int(value) & 0xFF], np.uint8))
+
+
 def keep(v: Vector, count: Any) -> Vector:
     """Return the vector with zeros in the lanes from `count` on."""
     return np.where(np.arange(LANES) < count, v, np.float32(0))
