@@ -139,14 +139,14 @@ class AuthAndLimitMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        state, slots = self._state, self._state.slots
+        state, limiter = self._state, self._state.limiter
         refusal = self._refusal(scope)
         if refusal is None and scope["method"] not in _WITH_BODY:
             await self._app(scope, receive, send)
             return
-        if refusal is None and not await slots.acquire():
+        if refusal is None and not await limiter.acquire():
             refusal = busy(
-                f"{slots.n_slots} requests are in flight, the limit (limits.requests); retry later"
+                f"{limiter.limit} requests are in flight, the limit (limits.requests); retry later"
             )
         if refusal is not None:
             await state.refusal(scope["path"], refusal)(scope, receive, send)
@@ -156,7 +156,7 @@ class AuthAndLimitMiddleware:
             answer = self._app if refusal is None else state.refusal(scope["path"], refusal)
             await answer(scope, receive, send)
         finally:
-            slots.release()
+            limiter.release()
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """Return the error that refuses a request, or None."""

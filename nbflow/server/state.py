@@ -12,7 +12,7 @@ from starlette.responses import Response
 from nbflow.server.config import ServerConfig
 from nbflow.server.errors import ApiError, ProtocolRouter
 from nbflow.server.metrics import Metrics, Stats
-from nbflow.server.request_slots import RequestSlots
+from nbflow.server.request_limiter import RequestLimiter
 from nbflow.server.served_model import Models
 from nbflow.server.stream import LoopBridge
 from nbflow.server.workers import Workers
@@ -30,14 +30,14 @@ class ServerState:
         self.started = time.time()
         self.draining = False
         """True while the server finishes accepted requests and refuses new ones."""
-        self.slots = RequestSlots(config.limits.requests, config.limits.queue)
+        self.limiter = RequestLimiter(config.limits.requests, config.limits.queue)
         self.protocols: Sequence[ProtocolRouter] = ()
         """Other protocols, which answer errors in their own form."""
 
     @property
     def n_requests(self) -> int:
         """POST and PUT requests in flight."""
-        return self.slots.n_used
+        return self.limiter.n_running
 
     def refusal(self, path: str, error: ApiError) -> Response:
         """Return the response of an error in the protocol of a path."""

@@ -1,4 +1,4 @@
-"""Slots of requests in flight, and the queue of those that wait for one."""
+"""Limit of requests in flight, with a queue."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import contextlib
 from collections import deque
 
 
-class RequestSlots:
+class RequestLimiter:
     """First-come-first-served semaphore with a bounded queue, for one event loop.
 
-    At most `n_slots` requests hold a slot, and at most `n_waiting` wait.
+    At most `limit` requests run, and at most `n_waiting` wait.
     """
 
-    def __init__(self, n_slots: int, n_waiting: int) -> None:
-        self.n_slots = n_slots
-        self.n_used = 0
-        """Slots in use."""
+    def __init__(self, limit: int, n_waiting: int) -> None:
+        self.limit = limit
+        self.n_running = 0
+        """Requests that hold the semaphore."""
         self._n_waiting = n_waiting
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def acquire(self) -> bool:
-        """Take a slot, waiting for one if the queue has room; return False if it has none."""
-        if self.n_used < self.n_slots:
-            self.n_used += 1
+        """Begin a request, if need be after others; return False if the queue is full."""
+        if self.n_running < self.limit:
+            self.n_running += 1
             return True
         if len(self._waiting) >= self._n_waiting:
             return False
@@ -35,16 +35,16 @@ class RequestSlots:
             if turn.cancelled():
                 with contextlib.suppress(ValueError):  # `release` has dropped it
                     self._waiting.remove(turn)
-            else:  # the slot was handed over in the meantime
+            else:  # it was handed over in the meantime
                 self.release()
             raise
         return True
 
     def release(self) -> None:
-        """Return a slot, or hand it to the request that waits longest."""
+        """End a request, and let the one that waits longest begin."""
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)
                 return
-        self.n_used -= 1
+        self.n_running -= 1
