@@ -103,7 +103,8 @@ def run_pytest(*arguments: str) -> None:
     order = ("--dist", "loadfile", "--no-loadscope-reorder")  # that of tests/conftest.py
     # Tests start hundreds of processes; each would compile every module that it imports.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    call(str(BIN / "python"), "-m", "pytest", "-q", "-n", processes, *order, *arguments)
+    slowest = ("--durations=25", "--durations-min=5")
+    call(str(BIN / "python"), "-m", "pytest", "-q", "-n", processes, *order, *slowest, *arguments)
 
 
 def docs() -> None:
