@@ -262,8 +262,8 @@ def test_several_turns_and_a_system_message(tokenizer: Tokenizer) -> None:
     assert written("yi_34b_chat").startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>")
     with pytest.raises(UsageError, match="takes no system messages"):
         written("mistral_7b_instruct")
-    with pytest.raises(UsageError, match="takes one turn"):
-        written("phi_2")
+    # a {query} template has no place for a system message, and is repeated for each turn
+    assert written("phi_2") == "Instruct: Hi\nOutput:Yes</s>Instruct: Bye\nOutput:"
 
 
 def test_a_checkpoint_with_the_name_of_a_spec() -> None:
