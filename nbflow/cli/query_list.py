@@ -37,7 +37,7 @@ class Query(NamedTuple):
     where: str
     """File and number, for messages."""
     fields: dict[str, Any]
-    """Those of `FIELDS`."""
+    """Values of `FIELDS`."""
     sampling: dict[str, Any]
     """Sampling parameters by their names in `SamplingParams`."""
 
@@ -115,8 +115,8 @@ def _json_rows(text: str, where: str) -> Any:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{where}: not valid JSON: {error}") from error
-    rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    rows = []  # of objects, or of prompts as strings
+    for number, line in enumerate(text.split("\n"), 1):  # U+2028 may be in a string
         if line.strip():
             try:
                 rows.append(json.loads(line))
@@ -126,7 +126,7 @@ def _json_rows(text: str, where: str) -> Any:
 
 
 def _csv_rows(text: str, where: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table; cells of parameters that are no texts are JSON."""
+    """Yield the rows of a table; parameters that are not strings are JSON."""
     known, others = fields(SamplingParams), aliases(SamplingParams)
     try:
         for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):

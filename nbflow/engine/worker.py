@@ -113,9 +113,7 @@ class Worker:
         self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
         before = file.bytes_read
-        self.weights = WeightLoader(
-            self.program, file, weights, encoding=encoding, packed=place.on_host
-        )
+        self.weights = WeightLoader(self.program, file, weights, encoding, packed=place.on_host)
         self.weights.finalize(place, offload.embeddings_on_host)
         self.bytes_read = file.bytes_read - before
         self.storage = make_storage(
@@ -139,9 +137,8 @@ class Worker:
         self.executor.set_groups(groups, links)
         self._head = plan.numbers.index(plan.head_rank)
         self._sequences = PromptEvaluator(self)
-        n_stages = plan.ranks[-1].stage + 1
-        together = n_stages > 1 and self.cross_attention is None
-        self._pipeline = Pipeline(self, n_stages) if together else None
+        n_stages = plan.ranks[-1].stage + 1 if self.cross_attention is None else 1
+        self._pipeline = Pipeline(self, n_stages) if n_stages > 1 else None
         self._limits: tuple[int | None, int | None, int | None, bool] = (None, None, None, False)
         self._sent_before = self._sent()  # communicators are shared with earlier models
         self._predicted_bytes = 0

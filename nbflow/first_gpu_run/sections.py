@@ -95,7 +95,7 @@ def section(name: str) -> Section:
     Raises
     ------
     UsageError
-        If there is no such section.
+        If the name is unknown.
     """
     for found in SECTIONS:
         if found.name == name:

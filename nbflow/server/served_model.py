@@ -207,7 +207,8 @@ class Models:
         if not served.generates:
             raise ApiError(
                 400,
-                f"{served.name} is an encoder and continues no text; use /v1/embeddings",
+                f"{served.name} is an encoder and continues no text; use /v1/embeddings, "
+                "/fill-mask or /classify",
                 param="model",
             )
         return served

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -36,6 +37,14 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{where}: must be a JSON object, got {type(value).__name__}")
     return value
+
+
+def parse_lines(text: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place (``where:line``) and the object of each line that is not empty."""
+    for number, line in enumerate(text.split("\n"), 1):  # U+2028 may be in a string
+        if line.strip():
+            place = f"{where}:{number}"
+            yield place, parse_object(line.encode("utf-8", "surrogatepass"), place)
 
 
 @overload

@@ -234,8 +234,9 @@ def test_choices_by_the_sum_of_log_probabilities(model: nbflow.LLM, tmp_path: Pa
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "q.jsonl:1 is not JSON"),
-        ("[]", "must be an object"),
+        ("{", "q.jsonl:1: not valid JSON"),
+        ("[]", "must be a JSON object"),
+        ("[" * 100_000, "q.jsonl:1: not valid JSON"),
         ('{"context": "a", "choices": ["b", "c"]}', "lacks answer"),
         ('{"context": "a", "choices": ["b"], "answer": 0}', "at least two strings"),
         ('{"context": "a", "choices": ["b", "c"], "answer": 2}', r"answer must be 0\.\.1, got 2"),

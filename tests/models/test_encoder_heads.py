@@ -164,8 +164,8 @@ def test_measures():
         ("a.tsv", "x\tlabel\n1\t2", "no known column holds the text.*x, label"),
         ("a.tsv", "text\ty\n1\t2", "no known column holds the label"),
         ("a.tsv", "sentence\tlabel\na\t1\nonly", r"a\.tsv:3: lacks the column 'label'"),
-        ("a.jsonl", "[1]", "must be an object"),
-        ("a.jsonl", "{", "is not JSON"),
+        ("a.jsonl", "[1]", "must be a JSON object"),
+        ("a.jsonl", "{", "not valid JSON"),
     ],
 )
 def test_wrong_files_of_labelled_texts(name, text, message, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from nbflow.utils.json_file import parse_lines
 from nbflow_experiments.scoring.estimates import Estimate, estimate_share
 from nbflow_kernels.errors import UsageError
 
@@ -71,7 +71,9 @@ def read_examples(
     if path.suffix not in (".tsv", ".jsonl"):
         raise UsageError(f"{path}: must be a .tsv or .jsonl file")
     has_names = path.suffix == ".jsonl" or not (text or "").isdecimal()
-    rows = _json_rows(path) if path.suffix == ".jsonl" else _tsv_rows(path, has_names)
+    rows: Iterator[tuple[str, Mapping[str, Any]]] = _tsv_rows(path, has_names)
+    if path.suffix == ".jsonl":
+        rows = parse_lines(path.read_text(encoding="utf-8"), str(path))
     columns, found = None, []
     for where, row in rows:
         columns = columns or _columns(row, where, text, pair, label)
@@ -95,20 +97,6 @@ def _tsv_rows(path: Path, has_names: bool) -> Iterator[tuple[str, Mapping[str, A
             keys = [str(k) for k in range(1, len(line) + 1)] if names is None else names
             if line:
                 yield f"{path}:{i}", dict(zip(keys, line, strict=False))
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place and the object of each line."""
-    for i, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"{path}:{i} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise UsageError(f"{path}:{i} must be an object, got {line[:60]!r}")
-        yield f"{path}:{i}", row
 
 
 def _columns(

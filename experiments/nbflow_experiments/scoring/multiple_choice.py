@@ -6,15 +6,15 @@ the largest sum, ``acc_norm`` the largest sum per byte of the choice, as in lm-e
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import nbflow_kernels as nk
+from nbflow.utils.json_file import parse_lines
 from nbflow_experiments.scoring.estimates import Estimate, estimate_share
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -58,20 +58,14 @@ def read_questions(path: Path) -> list[Question]:
     """Read questions from JSON lines: ``{"context": ..., "choices": [...], "answer": 0}``."""
     if not path.is_file():
         raise UsageError(f"the file {path} does not exist")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    questions = [_question(f"{path}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
+    text = path.read_text(encoding="utf-8")
+    questions = [_question(where, data) for where, data in parse_lines(text, str(path))]
     if not questions:
         raise UsageError(f"{path} holds no questions")
     return questions
 
 
-def _question(where: str, line: str) -> Question:
-    try:
-        data = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{where} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise UsageError(f"{where} must be an object with {', '.join(KEYS)}, got {line[:60]!r}")
+def _question(where: str, data: dict[str, Any]) -> Question:
     for key in data:
         if key not in KEYS:
             raise UsageError(f"{where}: {unknown_name('key', key, KEYS)}")

@@ -48,7 +48,7 @@ def describe_cuda() -> dict[str, str] | None:
 
 
 def describe_emulator() -> dict[str, Any]:
-    """Return target and compiler of the emulated device, which is no GPU."""
+    """Return target and compiler of the emulated device."""
     from nbflow_kernels.cuda import nvrtc
     from nbflow_ptx.cupy_stand_in import ndarray
 

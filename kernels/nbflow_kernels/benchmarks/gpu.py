@@ -79,7 +79,7 @@ class GpuRow:
     noise_percent: float | None = None
     """Difference of the median of as many samples taken afterwards, in percent."""
     note: str | None = None
-    """Reason why the calls are no graph."""
+    """Reason why the calls were not captured in a graph."""
     peers: dict[str, gpu_peers.Seconds] = field(default_factory=dict)
     """Median seconds of other libraries, or the reason why there are none."""
 

@@ -64,7 +64,7 @@ class Linked:
 
     @functools.cached_property
     def unwritten(self) -> list[Any]:
-        """What each register holds before its first write: a value that stands out."""
+        """Contents of each register before its first write: a value that stands out."""
         return [_poison(kind) for kind in self.registers.values()]
 
 

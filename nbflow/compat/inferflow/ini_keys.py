@@ -31,7 +31,7 @@ def apply(
 
 
 def take_note(text: str) -> None:
-    """Print a note for whoever starts the server."""
+    """Print a note to standard error."""
     print(f"note: {text}", file=sys.stderr)
 
 

@@ -42,7 +42,7 @@ def exp(x):
     near, factor = y, 1.0
     if near < -708.0:
         near = -708.0
-    if near > 700.0:  # 2**1024 is no float64
+    if near > 700.0:  # 2**1024 exceeds float64
         near, factor = near - 1.0, math.e
     if near > 709.0:
         near = 709.0
