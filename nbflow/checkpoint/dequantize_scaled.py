@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
+
+from nbflow.checkpoint.weight_file import Read, Span, TensorEntry
 
 _CHUNK = 1 << 20  # elements whose scales are expanded at once
 MXFP4_BLOCK = 32
 """Weights per scale."""
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """One tensor stored as two: FP8 or MXFP4 codes, and scales."""
+
+    codes: TensorEntry
+    """Codes, a matrix."""
+    scales: TensorEntry
+    """Scales, a matrix with a row for each row of blocks."""
+    block: tuple[int, int]
+    """Rows and columns per scale."""
+
+    @property
+    def parts(self) -> tuple[TensorEntry, ...]:
+        """The stored tensors."""
+        return self.codes, self.scales
+
+    def values(self, read: Read, rows: Span, columns: Span) -> NDArray[np.float32]:
+        """Return a rectangle of FP8 multiplied by its scales."""
+        values = read(self.codes, rows, columns)
+        per = self.block[0]
+        first = rows[0] // per
+        scales = read(self.scales, (first, -(-rows[1] // per)), None)
+        at = rows[0] - first * per, columns[0]
+        multiply_scales(values, scales.astype(np.float32, copy=False), self.block, at)
+        return values
+
+    def blocks(self, read: Read, format: Any, rows: Span, columns: Span) -> NDArray[np.uint8]:
+        """Return rows of MXFP4 as the blocks of `format`, columns in whole blocks."""
+        codes = read(self.codes, rows, (columns[0] // 2, columns[1] // 2))
+        each = columns[0] // format.block_size, columns[1] // format.block_size
+        return mxfp4_blocks(codes, read(self.scales, rows, each))
 
 
 def multiply_scales(

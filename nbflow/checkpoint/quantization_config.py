@@ -1,4 +1,4 @@
-"""``quantization_config`` of config.json: storage of FP8 and MXFP4 checkpoints.
+"""``quantization_config`` of config.json: storage of quantized checkpoints.
 
 ==================  ================================  =============================================
 quant_method        tensors                           value of a weight
@@ -10,7 +10,21 @@ fbgemm_fp8          X.weight, X.weight_scale          code * scale of its row
 compressed-tensors  X.weight, X.weight_scale          the same, by ``strategy``: tensor, channel,
 (float-quantized)                                     group or block
 mxfp4               X_blocks, X_scales of bytes       those of the format of that name
+gptq, awq           X.qweight, X.qzeros, X.scales     (code - zero point) * scale of its group
+compressed-tensors  X.weight_packed, X.weight_scale,  the same, by ``strategy``: tensor, channel
+(pack-quantized)    X.weight_zero_point               or group
+compressed-tensors  X.weight int8, X.weight_scale     the same
+(int-quantized)
+bitsandbytes        X.weight int8, X.SCB              code * scale / 127 of its row
+(8 bits)
+bitsandbytes        X.weight, X.weight.absmax ...     codebook[code] * scale of its block
+(4 bits)
+modelopt (NVFP4,    X.weight or X.weight_packed,      value(code) * scale of its block
+FP8), compressed-   X.weight_scale, a scale of the
+tensors (FP4)       tensor
 ==================  ================================  =============================================
+
+`grouped_tensors`, `codebook_tensors` and `fp4_tensors` have the layouts from gptq on.
 
 "scale_inv" is a factor, too, despite its name.  Scales of activations, keys and values do not
 affect weights and are ignored.
@@ -27,18 +41,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbflow.checkpoint.dequantize_scaled import MXFP4_BLOCK
+from nbflow.checkpoint import fp4_tensors, grouped_config
+from nbflow.checkpoint.codebook_tensors import with_codebooks
+from nbflow.checkpoint.dequantize_scaled import MXFP4_BLOCK, Scaled
+from nbflow.checkpoint.fp4_tensors import with_fp4
+from nbflow.checkpoint.grouped_config import check_keys
+from nbflow.checkpoint.grouped_tensors import GroupedStorage, with_groups
 from nbflow.checkpoint.strided_read import is_contiguous
-from nbflow.checkpoint.weight_file import Scaled, TensorEntry
+from nbflow.checkpoint.weight_file import TensorEntry
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.e2m1 import E2M1_G16_F32
 
 KEY = "quantization_config"
 CONFIG_KEYS = (KEY, "compression_config")
 """Keys of the quantization config; the latter is from early versions of compressed-tensors."""
-METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4")
+METHODS = (
+    "fp8",
+    "fbgemm_fp8",
+    "compressed-tensors",
+    "mxfp4",
+    "gptq",
+    "awq",
+    "bitsandbytes",
+    "modelopt",
+)
+BLOCK_FORMATS = {
+    "mxfp4": "mxfp4",
+    "modelopt": E2M1_G16_F32.name,
+    "compressed-tensors": E2M1_G16_F32.name,
+    "compressed-mxfp4": "mxfp4",
+}
+"""Format that matrices of a storage are read as; FP8 is read as float32."""
 FLOAT8 = ("f8_e4m3", "f8_e5m2", "f8_e4m3fnuz", "f8_e5m2fnuz")
 """Element types of FP8 weights."""
+_COMPRESSED = (
+    "float-quantized", "naive-quantized", "pack-quantized", "int-quantized",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized",
+)  # fmt: skip
+_GROUPED = {"gptq": grouped_config.gptq, "awq": grouped_config.awq}
 _SCALE_TYPES = ("f32", "bf16", "f16", "f8_e8m0")
 _WEIGHT_SCALES = ("_scale_inv", "_scale")
 """Suffixes of the scales of a weight."""
@@ -54,9 +95,11 @@ class Quantization:
     """Storage of a checkpoint's matrices."""
 
     format: str
-    """``"fp8"`` or ``"mxfp4"``."""
+    """"fp8", "grouped", "codebook", or a key of `BLOCK_FORMATS`."""
     block: tuple[int, int] | None = None
     """Rows and columns per scale; None: a row, or the whole tensor."""
+    grouped: GroupedStorage | None = None
+    """Storage of grouped integers."""
 
 
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
@@ -77,26 +120,21 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
     at = f"{where}: {key}"
     if not isinstance(table, Mapping):
         raise UsageError(f"{at} must be a table, got {shown(table)}")
-    _check(table, at, {"quant_method": METHODS}, required=True)
+    check_keys(table, at, {"quant_method": METHODS}, required=True)
     method = table["quant_method"]
     if method == "fp8":
         return _fp8(table, at)
     if method == "compressed-tensors":
         return _compressed(table, at)
+    if method in _GROUPED:
+        return Quantization("grouped", grouped=_GROUPED[method](table, at))
+    if method == "modelopt":
+        check_keys(table, at, {"quant_algo": ("FP8", "NVFP4")}, required=True)
+        return Quantization("fp8") if table["quant_algo"] == "FP8" else Quantization("modelopt")
+    if method == "bitsandbytes":
+        storage = grouped_config.bitsandbytes(table, at)
+        return Quantization("grouped" if storage else "codebook", grouped=storage)
     return Quantization("mxfp4" if method == "mxfp4" else "fp8")
-
-
-def _check(
-    table: Mapping[str, Any], at: str, known: Mapping[str, Sequence[Any]], required: bool = False
-) -> None:
-    """Raise for the first key with an unsupported value, or missing if required."""
-    for key, allowed in known.items():
-        value = table.get(key)
-        if (value is not None or required) and value not in allowed:
-            raise UsageError(
-                f"{at}.{key} = {shown(value)} is not supported; it must be "
-                + " or ".join(map(repr, allowed))
-            )
 
 
 def _fp8(table: Mapping[str, Any], at: str) -> Quantization:
@@ -107,7 +145,7 @@ def _fp8(table: Mapping[str, Any], at: str) -> Quantization:
         "scale_fmt": ("float", "ue8m0"),
         "expert_dtype": ("fp8",),
     }
-    _check(table, at, known)
+    check_keys(table, at, known)
     return Quantization("fp8", _block(table.get("weight_block_size"), f"{at}.weight_block_size"))
 
 
@@ -124,52 +162,66 @@ def _block(value: Any, at: str) -> tuple[int, int] | None:
 def _compressed(table: Mapping[str, Any], at: str) -> Quantization:
     """Read quant_method compressed-tensors."""
     known = {
-        "format": ("float-quantized", "naive-quantized"),
+        "format": _COMPRESSED,
         "quantization_status": ("compressed", "frozen"),
     }
-    _check(table, at, known)
+    check_keys(table, at, known)
     sparsity = table.get("sparsity_config") or {}
     if not isinstance(sparsity, Mapping):
         raise UsageError(f"{at}.sparsity_config must be a table, got {shown(sparsity)}")
-    _check(sparsity, f"{at}.sparsity_config", {"format": ("dense",)})
+    check_keys(sparsity, f"{at}.sparsity_config", {"format": ("dense",)})
     if table.get("transform_config"):
         raise UsageError(f"{at}.transform_config: transformed weights are not supported")
     groups = table.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise UsageError(f"{at}.config_groups must be a table of groups, got {shown(groups)}")
-    blocks = {name: _group(g, f"{at}.config_groups.{name}") for name, g in groups.items()}
-    if len(set(blocks.values())) > 1:
+    format = str(table.get("format") or "")
+    found = {name: _group(g, format, f"{at}.config_groups.{name}") for name, g in groups.items()}
+    if len(set(found.values())) > 1:
         raise UsageError(
-            f"{at}.config_groups: groups with different blocks are not supported, got "
-            + ", ".join(f"{name} {block}" for name, block in blocks.items())
+            f"{at}.config_groups: groups with different settings are not supported, got "
+            + ", ".join(f"{name} {group}" for name, group in found.items())
         )
-    return Quantization("fp8", next(iter(blocks.values())))
+    return next(iter(found.values()))
 
 
-def _group(group: Any, at: str) -> tuple[int, int] | None:
-    """Return the block of one group of compressed-tensors."""
+def _group(group: Any, format: str, at: str) -> Quantization:
+    """Return the storage of one group of compressed-tensors."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise UsageError(f"{at}.weights must be a table, got {shown(weights)}")
     at = f"{at}.weights"
+    if format.endswith("fp4-pack-quantized"):
+        check_keys(weights, at, {"type": ("float",), "num_bits": (4,)}, required=True)
+        check_keys(weights, at, {"group_size": (16, 32), "symmetric": (True,), "dynamic": (False,)})
+        return Quantization(f"compressed-{'mxfp4' if format.startswith('mx') else 'tensors'}")
+    if format in ("pack-quantized", "int-quantized"):
+        return Quantization("grouped", grouped=grouped_config.compressed(weights, format, at))
     known = {
         "type": ("float",),
         "num_bits": (8,),
         "strategy": ("tensor", "channel", "group", "block"),
     }
-    _check(weights, at, known, required=True)
-    _check(weights, at, {"symmetric": (True,), "dynamic": (False,)})
+    check_keys(weights, at, known, required=True)
+    check_keys(weights, at, {"symmetric": (True,), "dynamic": (False,)})
     if weights["strategy"] == "block":
-        return _block(weights.get("block_structure") or [], f"{at}.block_structure")
+        shape = _block(weights.get("block_structure") or [], f"{at}.block_structure")
+        return Quantization("fp8", shape)
     if weights["strategy"] == "group":
-        return _block([1, weights.get("group_size")], f"{at}.group_size")
-    return None
+        return Quantization("fp8", _block([1, weights.get("group_size")], f"{at}.group_size"))
+    return Quantization("fp8")
 
 
 def with_scales(
     entries: Sequence[TensorEntry], quantization: Quantization
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
     """Join tensors with their scales; return the tensors with values, and the scales."""
+    if quantization.grouped is not None:
+        return with_groups(entries, quantization.grouped)
+    if quantization.format == "codebook":
+        return with_codebooks(entries)
+    if quantization.format in fp4_tensors.NAMES:
+        return with_fp4(entries, quantization.format)
     held = {entry.name: entry for entry in entries}
     join = _with_fp8_scales if quantization.format == "fp8" else _with_mxfp4_scales
     joined = {entry.name: join(entry, held, quantization.block) for entry in entries}

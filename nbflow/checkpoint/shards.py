@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from nbflow.checkpoint.grouped_config import read_config
 from nbflow.checkpoint.quantization_config import FLOAT8, read_quantization, with_scales
 from nbflow.checkpoint.weight_file import TensorEntry, WeightFile
 from nbflow.utils.binary_file import ByteFile
@@ -16,6 +17,9 @@ INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 NAMES = (INDEXES[0], "model.safetensors", INDEXES[1], "pytorch_model.bin")
 """Weights of a Hugging Face folder, in order of preference."""
 
+_CODES = {*FLOAT8, "i8"}
+_CODE_NAMES = ("_blocks", ".qweight", ".weight_packed", "__nf4", "__fp4", ".weight_scale_2")
+"""Types and names of tensors whose values need those of other tensors."""
 _SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
@@ -52,9 +56,7 @@ def open_checkpoint(
         for file in files:
             file.close()
         raise
-    return WeightFile(
-        path, format, entries, files, lambda: read_object(config_path, missing_ok=True), scales
-    )
+    return WeightFile(path, format, entries, files, lambda: read_config(config_path), scales)
 
 
 def _joined(
@@ -65,9 +67,9 @@ def _joined(
     With an unknown quantization all stay separate: they can be listed, and `nbflow.spec.resolve`
     reports the error to users who run the model.
     """
-    if not any(entry.dtype in FLOAT8 or entry.name.endswith("_blocks") for entry in entries):
+    if not any(e.dtype in _CODES or e.name.endswith(_CODE_NAMES) for e in entries):
         return entries, []
-    config = read_object(config_path, missing_ok=True) or {}
+    config = read_config(config_path) or {}
     try:
         quantization = read_quantization(config, str(config_path))
     except UsageError:

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from nbflow.checkpoint.dequantize_scaled import multiply_scales, mxfp4_blocks
 from nbflow.checkpoint.dtypes import ITEM_BITS, ITEM_BYTES, NUMPY, WIDENED, widen
 from nbflow.checkpoint.strided_read import is_contiguous, read_strided
 from nbflow.utils.binary_file import ByteFile
@@ -22,9 +21,11 @@ from nbflow_kernels.errors import UsageError, unknown_name
 if TYPE_CHECKING:
     from nbflow_kernels.formats import QuantTensor
 
-__all__ = ["ITEM_BYTES", "Scaled", "Span", "TensorEntry", "WeightFile", "tensor_bytes"]
+__all__ = ["ITEM_BYTES", "Span", "StoredParts", "TensorEntry", "WeightFile", "tensor_bytes"]
 
 Span = tuple[int, int]
+Read = Callable[["TensorEntry", Span | None, Span | None], np.ndarray[Any, Any]]
+"""``read(entry, rows, columns)`` returns a rectangle of a stored tensor."""
 
 _FEW = 8  # columns that are fewer than one in so many are read row by row, without the gaps
 _GAPS_BYTES = 1 << 20  # read at once with the gaps between columns
@@ -89,7 +90,7 @@ class TensorEntry:
     """Strides in elements; None if contiguous."""
     order: str = "<"
     """Byte order of the elements, as in `struct`."""
-    scaled: Scaled | None = None
+    scaled: StoredParts | None = None
     """Codes and scales, if they are separate tensors."""
 
     @property
@@ -100,16 +101,26 @@ class TensorEntry:
         return self.scaled.codes.dtype
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """One tensor stored as two: codes and scales."""
+class StoredParts(Protocol):
+    """Several stored tensors that together are one: codes and scales, perhaps zero points."""
 
-    codes: TensorEntry
-    """Codes, a matrix."""
-    scales: TensorEntry
-    """Scales, a matrix with a row for each row of blocks."""
-    block: tuple[int, int]
-    """Rows and columns per scale."""
+    @property
+    def codes(self) -> TensorEntry:
+        """Codes, a matrix."""
+
+    @property
+    def scales(self) -> TensorEntry:
+        """Scales."""
+
+    @property
+    def parts(self) -> tuple[TensorEntry, ...]:
+        """All stored tensors, codes first."""
+
+    def values(self, read: Read, rows: Span, columns: Span) -> np.ndarray[Any, Any]:
+        """Return a rectangle as float32."""
+
+    def blocks(self, read: Read, format: Any, rows: Span, columns: Span) -> np.ndarray[Any, Any]:
+        """Return the storage bytes (rows, row bytes) of a rectangle in a block format."""
 
 
 class WeightFile:
@@ -231,7 +242,9 @@ class WeightFile:
         if entry.dtype not in ITEM_BYTES:
             return self._dequantized(entry, row_span, column_span)
         if entry.scaled is not None:
-            return self._multiplied(entry.shape, entry.scaled, row_span, column_span)
+            whole = (0, entry.shape[0]), (0, entry.shape[1])
+            rectangle = row_span or whole[0], column_span or whole[1]
+            return entry.scaled.values(self._decode, *rectangle)
         return self._decode(entry, row_span, column_span, widen_bf16)
 
     def is_as_stored(self, name: str) -> bool:
@@ -288,8 +301,8 @@ class WeightFile:
         n_bytes = math.prod(inner) * entry.shape[-1] // block * size
         if entry.scaled is not None:
             n = math.prod(inner)
-            each = first // block, last // block
-            blocks = self._joined(entry.scaled, (start * n, stop * n), each)
+            rectangle = (start * n, stop * n), (first, last)
+            blocks = entry.scaled.blocks(self._decode, FORMATS[entry.dtype], *rectangle)
         else:
             lead = entry.shape[:1] if len(entry.shape) > 1 else (1,)
             stored = dataclasses.replace(entry, dtype="u8", shape=(*lead, n_bytes))
@@ -297,25 +310,6 @@ class WeightFile:
             blocks = self._decode(stored, row_span, cut)
         blocks = blocks.reshape(math.prod(shape[:-1]), (last - first) // block * size)
         return QuantTensor(entry.dtype, shape, self._host_blocks(entry, blocks))
-
-    def _joined(self, scaled: Scaled, rows: Span, blocks: Span) -> np.ndarray[Any, Any]:
-        """Read rows and blocks of MXFP4 with separate scales."""
-        columns = 16 * blocks[0], 16 * blocks[1]
-        codes = self._decode(scaled.codes, rows, columns)
-        return mxfp4_blocks(codes, self._decode(scaled.scales, rows, blocks))
-
-    def _multiplied(
-        self, shape: tuple[int, ...], scaled: Scaled, rows: Span | None, columns: Span | None
-    ) -> np.ndarray[Any, Any]:
-        """Read a rectangle of FP8 and multiply by its scales."""
-        values = self._decode(scaled.codes, rows, columns)
-        start, stop = rows or (0, shape[0])
-        per = scaled.block[0]
-        first = start // per
-        scales = self._decode(scaled.scales, (first, -(-stop // per)), None)
-        at = start - first * per, 0 if columns is None else columns[0]
-        multiply_scales(values, scales.astype(np.float32, copy=False), scaled.block, at)
-        return values
 
     def _host_blocks(self, entry: TensorEntry, blocks: np.ndarray[Any, Any]) -> Any:
         """Return blocks (rows, bytes) in little-endian byte order."""
@@ -506,7 +500,7 @@ class WeightFile:
 
 def _parts(entry: TensorEntry) -> tuple[TensorEntry, ...]:
     """Return the stored tensors of an entry: itself, or codes and scales."""
-    return (entry,) if entry.scaled is None else (entry.scaled.codes, entry.scaled.scales)
+    return (entry,) if entry.scaled is None else entry.scaled.parts
 
 
 def _flat(entry: TensorEntry) -> TensorEntry:

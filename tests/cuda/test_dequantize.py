@@ -64,6 +64,11 @@ def test_arbitrary_bytes_decode_to_the_bits_of_the_cpu(name: str, cupy: Any) -> 
     _check_decoder(nk.FORMATS[name], cupy)
 
 
+@pytest.mark.parametrize("name", ["int4_g128", "uint3_g32", "uint4_g16_f32", "e2m1_g16_f32"])
+def test_formats_of_other_quantizers_checkpoints(name: str, cupy: Any) -> None:
+    _check_decoder(nk.FORMATS[name], cupy)
+
+
 def test_planes_of_a_part_of_the_codes(cupy: Any) -> None:
     """Threads then decode 4 codes instead of 8."""
     planes = (Plane(2, 4, count=4), Plane(4, 4, first=4))

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from nbflow_kernels.arrays import check_array, empty, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.cpu_dequantize import gather
+from nbflow_kernels.formats.e2m1 import by_name as e2m1_by_name
 from nbflow_kernels.formats.floats import BF16, F16, F32
 from nbflow_kernels.formats.ggml.iq1 import IQ1_M, IQ1_S
 from nbflow_kernels.formats.ggml.iq2 import IQ2_S, IQ2_XS, IQ2_XXS
@@ -37,6 +38,7 @@ from nbflow_kernels.formats.ggml.q4_k import Q4_K
 from nbflow_kernels.formats.ggml.q5_k import Q5_K
 from nbflow_kernels.formats.ggml.q6_k import Q6_K
 from nbflow_kernels.formats.ggml.ternary import Q1_0, Q2_0, TQ1_0, TQ2_0
+from nbflow_kernels.formats.grouped import by_name as grouped_by_name
 from nbflow_kernels.formats.inferflow.q2 import Q2_B32T1A, Q2_B32T1B
 from nbflow_kernels.formats.inferflow.q3 import Q3_B32T1A, Q3_B32T1B
 from nbflow_kernels.formats.inferflow.q3h import Q3H_B64T1
@@ -122,6 +124,7 @@ FORMATS.fill(
         "q2_b32t1": "q2_b32t1b",
     },
 )
+FORMATS.families += [grouped_by_name, e2m1_by_name]
 
 
 def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:

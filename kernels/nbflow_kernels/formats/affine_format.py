@@ -115,13 +115,13 @@ class AffineFormat(FieldFormat):
             rows = self.integers(data[row : row + step])
             base = np.full_like(rows.d, -0.0) if rows.m is None else rows.m
             parallel_for(
-                _apply, len(rows.codes), 2.0 * rows.codes.size, rows.codes, base, rows.d, self.zero,
-                out[row : row + step],
+                apply_affine, len(rows.codes), 2.0 * rows.codes.size, rows.codes, base, rows.d,
+                self.zero, out[row : row + step],
             )  # fmt: skip
 
 
 @jit.kernel
-def _apply(codes, base, scale, zero, out, start, stop):
+def apply_affine(codes, base, scale, zero, out, start, stop):
     """Write base + scale * (code - zero), rounded once, for rows of codes."""
     block = codes.shape[1] // base.shape[1]
     for row in range(start, stop):

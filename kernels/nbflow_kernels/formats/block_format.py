@@ -121,6 +121,11 @@ class FieldFormat(QuantFormat):
         object.__setattr__(self, "block_size", self.fields.block_size)
         object.__setattr__(self, "block_bytes", self.fields.block_bytes)
 
+    @property
+    def stored_d_type(self) -> str:
+        """Stored type of `d` and `m`, where that of the decode formula is wider."""
+        return self.integer_form.d_type
+
     @cached_property
     def n_scales(self) -> int:
         """Integer scales per block."""
@@ -209,10 +214,12 @@ class FieldFormat(QuantFormat):
 
 
 def stored_floats(field: Field, d_type: str, blocks: Bytes) -> Floats:
-    """Read a field of floats from blocks (n, block_bytes) as float32 (n, field.n)."""
+    """Read a field of floats from blocks (n, block_bytes) as float32 (n, floats)."""
     stored = unpack_field(field, blocks)
     if d_type == "f16":
         return stored.view(np.float16).astype(np.float32)
+    if d_type == "f32":  # two numbers each, the lower half first
+        return np.ascontiguousarray(stored).astype("<u2").view("<f4").astype(np.float32)
     return {"e8m0": E8M0, "e4m3": E4M3}[d_type][stored]
 
 

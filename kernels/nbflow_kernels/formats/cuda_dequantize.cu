@@ -6,9 +6,9 @@
 #include "cuda/float16.cuh"
 #include "cuda/types.cuh"
 
-enum { D_F16, D_E8M0, D_E4M3, D_U8 };                // D_TYPE
-enum { NO_BASE, BASE_OF_BLOCK, BASE_OF_SUB_BLOCK };  // BASE
-enum { FROM_FIELD, ON_GRID, BASE_3 };                // CODES
+enum { D_F16, D_E8M0, D_E4M3, D_U8, D_F32 };                     // D_TYPE
+enum { NO_BASE, BASE_OF_BLOCK, BASE_OF_SUB_BLOCK, ZERO_POINT };  // BASE
+enum { FROM_FIELD, ON_GRID, BASE_3 };                            // CODES
 
 // `Plane` of codec_spec.py; `end` is 0 if the plane has bits of all numbers.
 struct Plane {
@@ -95,9 +95,18 @@ DEV float float_of(u32 bits, bool hundredths) {
     }
     case D_U8:
       return hundredths ? __fdiv_rn((float)bits, 100.0f) - 1.0f : __fdiv_rn((float)bits, 1000.0f);
+    case D_F32:
+      return __uint_as_float(bits);
     default:
       return Element<F16>::of((u16)bits);
   }
+}
+
+// Bits of `d` of block i of D_BLOCK weights; a float32 is two numbers, the lower half first.
+DEV u32 bits_of_d(const u8* block, u32 i) {
+  if constexpr (D_TYPE != D_F32) return number_at<D>(block, Index<1>{i, 0});
+  const u32 low = number_at<D>(block, Index<1>{2 * i, 0});
+  return low | (u32)number_at<D>(block, Index<1>{2 * i + 1, 0}) << 16;
 }
 
 // ---- weights -------------------------------------------------------------------------------------
@@ -126,10 +135,12 @@ DEV u32 code_at(const u8* block, Index<PIECE> i, const u16* grid) {
 // Scale and base of the sub-block of weight `i`.
 DEV void scale_and_base(const u8* block, u32 i, float& scale, float& base) {
   const Index<1> of_block{i / D_BLOCK, 0}, of_sub_block{i / SUB_BLOCK, 0};
-  scale = float_of(number_at<D>(block, of_block), false) * FACTOR;
+  scale = float_of(bits_of_d(block, i / D_BLOCK), false) * FACTOR;
   base = 0.0f;
   if constexpr (Scale::FIELD.n_planes > 0) scale *= (float)number_at<Scale>(block, of_sub_block);
-  if constexpr (BASE != NO_BASE) base = float_of(number_at<M>(block, of_block), true);
+  if constexpr (BASE == ZERO_POINT) base = -(scale * (float)number_at<Min>(block, of_block));
+  if constexpr (BASE == BASE_OF_BLOCK || BASE == BASE_OF_SUB_BLOCK)
+    base = float_of(number_at<M>(block, of_block), true);
   if constexpr (BASE == BASE_OF_SUB_BLOCK) base = -(base * (float)number_at<Min>(block, of_sub_block));
 }
 

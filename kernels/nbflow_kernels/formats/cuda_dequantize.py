@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _THREADS = 128
 _PIECE = 8
 """Weights per thread at most; they share a scale."""
-_D_TYPES = {"f16": 0, "e8m0": 1, "e4m3": 2, "u8": 3}
-_BASES = {"none": 0, "d": 1, "min": 2}
+_D_TYPES = {"f16": 0, "e8m0": 1, "e4m3": 2, "u8": 3, "f32": 4}
+_BASES = {"none": 0, "d": 1, "min": 2, "zero": 3}
 _FROM_FIELD, _ON_GRID, _BASE_3 = range(3)
 
 
@@ -145,7 +145,7 @@ def _defines(format: FieldFormat) -> dict[str, str | int]:
         "CODE": "point" if on_grid else "code",
         "SIGN": "sign",
         "SCALE": "scale" if form.scales else "",
-        "MIN": "min",
+        "MIN": "zero" if "zero" in fields else "min",
         "D": "scale" if affine else "d",
         "M": "base" if affine else "dmin",
     }
@@ -156,8 +156,8 @@ def _defines(format: FieldFormat) -> dict[str, str | int]:
         "SUB_BLOCK": form.sub_block,
         "D_BLOCK": form.block,
         "PIECE": _piece(format),
-        "D_TYPE": _D_TYPES[form.d_type],
-        "BASE": _BASES[form.base],
+        "D_TYPE": _D_TYPES[format.stored_d_type],
+        "BASE": _BASES["zero" if "zero" in fields else form.base],
         "CODES": kind,
         "ZERO": form.zero,
         "FACTOR": f"{form.factor!r}f",

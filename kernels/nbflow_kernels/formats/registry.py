@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,8 @@ class Formats(Mapping[str, QuantFormat]):
         """Short or alternative names to explicit names."""
         self.built_in: dict[str, QuantFormat] = {}
         """Formats of this package, without user-defined ones."""
+        self.families: list[Callable[[str], QuantFormat | None]] = []
+        """Functions that make formats of a family by name, or return None."""
 
     def fill(self, formats: tuple[QuantFormat, ...], short_names: dict[str, str]) -> None:
         """Add the formats of this package, in the order in which tables list them."""
@@ -111,7 +113,7 @@ class Formats(Mapping[str, QuantFormat]):
 
     def __getitem__(self, name: str) -> QuantFormat:
         lower = name.lower() if isinstance(name, str) else name
-        found = self._formats.get(self.short_names.get(lower, lower))
+        found = self._find(lower)
         if found is None and lower in ACTIVATION_TYPES:
             raise UsageError(
                 f"{name} is no format of weights: GGML quantizes activations to it while it "
@@ -119,6 +121,13 @@ class Formats(Mapping[str, QuantFormat]):
             )
         if found is None:
             raise unknown_name("format", name, [*self.short_names, *self._formats])
+        return found
+
+    def _find(self, lower: Any) -> QuantFormat | None:
+        """Return the format of a lower-case name: a registered one, or one of a family."""
+        found = self._formats.get(self.short_names.get(lower, lower))
+        if found is None and isinstance(lower, str):
+            found = next(filter(None, (family(lower) for family in self.families)), None)
         return found
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -137,8 +146,7 @@ class Formats(Mapping[str, QuantFormat]):
         del self._formats[name]
 
     def __contains__(self, name: object) -> bool:
-        lower = name.lower() if isinstance(name, str) else name
-        return lower in self._formats or lower in self.short_names
+        return self._find(name.lower() if isinstance(name, str) else name) is not None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._formats)

@@ -1,6 +1,7 @@
 """Affine view of quantized blocks: values ``base + step * (code - zero)``, and codes to replace.
 
-For formats with equidistant codes that can be chosen one by one: `AffineFormat` and the K-quants.
+For formats with equidistant codes that can be chosen one by one: `AffineFormat`, `GroupFormat` and
+the K-quants.
 GPTQ and HQQ, which do not choose the nearest codes, build on it.
 """
 
@@ -16,6 +17,7 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.formats.bit_fields import unpack_field
 from nbflow_kernels.formats.ggml.k_format import KQuantFormat
+from nbflow_kernels.formats.grouped import GroupFormat
 from nbflow_kernels.formats.registry import FORMATS, Bytes, QuantFormat
 from nbflow_kernels.quantizers.k_formats import pack_super_blocks
 
@@ -48,7 +50,7 @@ class AffineGrid:
 
 def is_affine(format: QuantFormat) -> bool:
     """Return True if `affine_grid` and `with_codes` support a format."""
-    return isinstance(format, AffineFormat | KQuantFormat)
+    return isinstance(format, AffineFormat | KQuantFormat | GroupFormat)
 
 
 def check_affine(format: QuantFormat, quantizer: str) -> None:
@@ -83,6 +85,9 @@ def with_codes(format: QuantFormat, data: Bytes, codes: Bytes) -> Bytes:
     parts = np.ascontiguousarray(codes).reshape(-1, format.block_size)
     if isinstance(format, AffineFormat):
         return format.blocks(parts, format.stored_parameters(blocks)).reshape(data.shape)
+    if isinstance(format, GroupFormat):
+        zeros = format.zeros(blocks) if format.has_zeros else None
+        return format.blocks(parts, format.scales(blocks), zeros).reshape(data.shape)
     assert isinstance(format, KQuantFormat)
     rows = format.integers(blocks)
     assert rows.scales is not None

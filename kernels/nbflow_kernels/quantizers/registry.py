@@ -10,9 +10,16 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.formats.block_format import CHUNK
 from nbflow_kernels.formats.floats import FloatFormat
+from nbflow_kernels.formats.grouped import GroupFormat
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 from nbflow_kernels.formats.user import UserFormat
-from nbflow_kernels.quantizers import affine_formats, codebook_formats, grid_formats, k_formats
+from nbflow_kernels.quantizers import (
+    affine_formats,
+    codebook_formats,
+    grid_formats,
+    grouped_formats,
+    k_formats,
+)
 
 QUANTIZERS: dict[str, Any] = {
     **k_formats.QUANTIZERS,
@@ -43,9 +50,14 @@ def quantize_rows(
             f"quantizer 'reference' of {format.name} is the published one, which knows no "
             "importance; use quantizer='search'"
         )
-    encoder: Any = affine_formats
-    if not isinstance(format, AffineFormat):
-        encoder = QUANTIZERS[format.name]
+    encoder: Any = QUANTIZERS.get(format.name)
+    if isinstance(format, AffineFormat | GroupFormat):
+        encoder = affine_formats if isinstance(format, AffineFormat) else grouped_formats
+    if encoder is None:
+        raise UsageError(
+            f"format {format.name} is only read from checkpoints, it has no quantizer; weights of "
+            "that kind can be quantized to nvfp4 or mxfp4"
+        )
     n_rows, width = x.shape
     counts = (np.arange(width) < n_columns).astype(np.float32)
     if importance is not None:
@@ -67,4 +79,5 @@ def takes_importance(format: QuantFormat) -> bool:
         return "quantize_block_weighted" in format.code.functions
     if isinstance(format, AffineFormat):
         return affine_formats.takes_importance(format)
-    return isinstance(format, FloatFormat) or bool(QUANTIZERS[format.name].takes_importance)
+    found = QUANTIZERS.get(format.name)
+    return isinstance(format, FloatFormat) or (found is not None and found.takes_importance)

@@ -85,7 +85,7 @@ def _facts(weights: WeightFile, pattern: str, with_hash: bool) -> dict[str, Any]
 def _names(weights: WeightFile) -> list[str]:
     """Return the names of all tensors except scales that belong to another tensor."""
     entries = [weights.entry(name) for name in weights.names()]
-    joined = {entry.scaled.scales.name for entry in entries if entry.scaled is not None}
+    joined = {part.name for e in entries if e.scaled is not None for part in e.scaled.parts}
     return [*weights.names(), *(name for name in weights.scales() if name not in joined)]
 
 

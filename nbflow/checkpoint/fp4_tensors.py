@@ -1,0 +1,144 @@
+"""NVFP4 matrices of ModelOpt and compressed-tensors, and MXFP4 matrices of compressed-tensors.
+
+==================  =====================================  ====================================
+method              tensors of a matrix X (N, K)           scale of 16 weights
+==================  =====================================  ====================================
+modelopt            weight, weight_scale, weight_scale_2   weight_scale * weight_scale_2
+compressed-tensors  weight_packed, weight_scale,           weight_scale / weight_global_scale
+                    weight_global_scale
+==================  =====================================  ====================================
+
+Codes are E2M1, two in a byte (N, K / 2), the first in the low nibble; scales are E4M3 (N, K / 16),
+and float32 (1,) for the tensor.  A weight is the product of its value and the scale of its block,
+which is rounded to float32: the format e2m1_g16_f32.  MXFP4 has one E8M0 byte (N, K / 32) and is
+read as the format mxfp4.
+
+Sources: compressed-tensors 0.20, compressors/nvfp4 and compressors/mxfp4; ModelOpt 0.39,
+torch/quantization/qtensor/nvfp4_tensor.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow.checkpoint.dequantize_scaled import MXFP4_BLOCK, Scaled
+from nbflow.checkpoint.weight_file import Read, Span, TensorEntry
+from nbflow.utils.safe_repr import shown
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.e2m1 import E2M1_G16_F32
+
+GROUP = 16
+"""Weights per scale of NVFP4."""
+NAMES = {
+    "modelopt": (".weight", ".weight_scale_2"),
+    "compressed-tensors": (".weight_packed", ".weight_global_scale"),
+    "compressed-mxfp4": (".weight_packed", ".weight_global_scale"),
+}
+"""Names of codes and of the tensor's scale, by method."""
+_UNUSED = (".input_scale", ".input_global_scale")
+
+
+@dataclass(frozen=True)
+class Fp4Parts:
+    """Stored tensors of one NVFP4 matrix."""
+
+    codes: TensorEntry
+    scales: TensorEntry
+    tensor_scale: TensorEntry
+    divides: bool
+    """True if the scale of the tensor divides."""
+
+    @property
+    def parts(self) -> tuple[TensorEntry, ...]:
+        """The stored tensors."""
+        return self.codes, self.scales, self.tensor_scale
+
+    def values(self, read: Read, rows: Span, columns: Span) -> NDArray[np.float32]:
+        """Return a rectangle as float32, columns in whole blocks."""
+        blocks = self.blocks(read, E2M1_G16_F32, rows, columns)
+        found = E2M1_G16_F32.dequantize_blocks(blocks.reshape(-1, E2M1_G16_F32.block_bytes))
+        return found.reshape(rows[1] - rows[0], -1)
+
+    def blocks(self, read: Read, format: Any, rows: Span, columns: Span) -> NDArray[np.uint8]:
+        """Return the bytes of rows in e2m1_g16_f32, columns in whole blocks."""
+        codes = read(self.codes, rows, (columns[0] // 2, columns[1] // 2))
+        scales = read(self.scales, rows, (columns[0] // GROUP, columns[1] // GROUP))
+        of_tensor = read(self.tensor_scale, None, None).reshape(())
+        with np.errstate(all="ignore"):  # a file may hold 0 or NaN
+            scales = scales / of_tensor if self.divides else scales * of_tensor
+        found = np.empty((*scales.shape, format.block_bytes), np.uint8)
+        found[..., :4] = scales.astype("<f4")[..., None].view(np.uint8)
+        found[..., 4:] = codes.reshape(*scales.shape, GROUP // 2)
+        return found.reshape(len(codes), -1)
+
+
+def with_fp4(
+    entries: Sequence[TensorEntry], method: str
+) -> tuple[list[TensorEntry], list[TensorEntry]]:
+    """Join codes with scales; return the tensors with values, and the others."""
+    held = {entry.name: entry for entry in entries}
+    values, used = [], set()
+    for entry in entries:
+        joined = _joined(entry, held, method)
+        values.append(joined)
+        if joined.scaled is not None:
+            used |= {part.name for part in joined.scaled.parts} - {joined.name}
+            used |= {joined.name.removesuffix(".weight") + name for name in _UNUSED} & held.keys()
+    names = {entry.name for entry in values if entry.scaled is not None}
+    others = [held[name] for name in held if name in used and name not in names]
+    return [entry for entry in values if entry.name not in used], others
+
+
+def _joined(entry: TensorEntry, held: Mapping[str, TensorEntry], method: str) -> TensorEntry:
+    """Return codes with their scales as one tensor; others unchanged."""
+    code_name, tensor_name = NAMES[method]
+    stem = entry.name.removesuffix(code_name)
+    if stem == entry.name or entry.dtype != "u8":
+        return entry
+    where = f"{entry.file.path}: tensor {shown(entry.name)}"
+    scales, of_tensor = held.get(f"{stem}.weight_scale"), held.get(stem + tensor_name)
+    if scales is None or len(entry.shape) != 2:
+        raise UsageError(
+            f"{where} must be a matrix of FP4 codes with scales, {stem}.weight_scale; open the "
+            "whole checkpoint, not one file of it"
+        )
+    n_rows, n_columns = entry.shape[0], 2 * entry.shape[1]
+    if scales.dtype == "u8" and of_tensor is None:
+        _check(where, scales, ("u8",), (n_rows, n_columns // MXFP4_BLOCK), n_columns, MXFP4_BLOCK)
+        scaled = Scaled(entry, scales, (1, MXFP4_BLOCK))
+        return _matrix(entry, stem, "mxfp4", (n_rows, n_columns), scaled)
+    _check(where, scales, ("f8_e4m3",), (n_rows, n_columns // GROUP), n_columns, GROUP)
+    if of_tensor is None or of_tensor.dtype != "f32" or math.prod(of_tensor.shape) != 1:
+        raise UsageError(f"{where} needs the scale of the tensor, {stem}{tensor_name}, one float32")
+    parts = Fp4Parts(entry, scales, of_tensor, divides=method == "compressed-tensors")
+    return _matrix(entry, stem, E2M1_G16_F32.name, (n_rows, n_columns), parts)
+
+
+def _matrix(
+    entry: TensorEntry, stem: str, dtype: str, shape: tuple[int, int], scaled: Any
+) -> TensorEntry:
+    return replace(
+        entry, name=f"{stem}.weight", dtype=dtype, shape=shape, strides=None, scaled=scaled
+    )
+
+
+def _check(
+    where: str,
+    scales: TensorEntry,
+    types: tuple[str, ...],
+    shape: tuple[int, int],
+    n_columns: int,
+    group: int,
+) -> None:
+    """Raise unless scales have a type and a shape."""
+    if scales.dtype not in types or scales.shape != shape or n_columns % group:
+        raise UsageError(
+            f"{where}: scales must be {' or '.join(types)} of shape {shape}, one for {group} "
+            f"weights, got {scales.dtype} {scales.shape}"
+        )

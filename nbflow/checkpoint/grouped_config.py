@@ -1,0 +1,112 @@
+"""Configurations of checkpoints with grouped integers: GPTQ, AWQ, compressed-tensors, bitsandbytes.
+
+Every key that changes the values of weights is checked; a value that is not known is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nbflow.checkpoint import codebook_tensors
+from nbflow.checkpoint.grouped_tensors import GroupedStorage
+from nbflow.utils.json_file import read_object
+from nbflow.utils.safe_repr import shown
+from nbflow_kernels.errors import UsageError
+
+OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files of their own in which early versions of AutoGPTQ and AutoAWQ kept the configuration."""
+
+
+def read_config(path: Path) -> dict[str, Any] | None:
+    """Return config.json with the quantization config of an older file of its folder, if any."""
+    config = read_object(path, missing_ok=True)
+    if config is None or config.get("quantization_config") is not None:
+        return config
+    for name, method in OLD_FILES.items():
+        table = read_object(path.parent / name, missing_ok=True)
+        if table is not None:
+            return {**config, "quantization_config": {"quant_method": method, **table}}
+    return config
+
+
+def check_keys(
+    table: Mapping[str, Any], at: str, known: Mapping[str, Sequence[Any]], required: bool = False
+) -> None:
+    """Raise for the first key with an unsupported value, or missing if required."""
+    for key, allowed in known.items():
+        value = table.get(key)
+        if (value is not None or required) and value not in allowed:
+            raise UsageError(
+                f"{at}.{key} = {shown(value)} is not supported; it must be "
+                + " or ".join(map(repr, allowed))
+            )
+
+
+def gptq(table: Mapping[str, Any], at: str) -> GroupedStorage:
+    """Read quant_method gptq."""
+    known = {
+        "sym": (True, False),
+        "desc_act": (True, False),
+        "is_marlin_format": (False,),
+        "checkpoint_format": ("gptq", "gptq_v2"),
+        "format": ("gptq", "gptq_v2"),
+        "pack_dtype": ("int32",),
+    }
+    check_keys(table, at, {"bits": (2, 3, 4, 8)}, required=True)
+    check_keys(table, at, known)
+    if table.get("dynamic"):
+        raise UsageError(f"{at}.dynamic: different settings for some modules are not supported")
+    version = table.get("checkpoint_format") or table.get("format") or "gptq"
+    return GroupedStorage(
+        "gptq",
+        table["bits"],
+        group_size(table.get("group_size", -1), f"{at}.group_size"),
+        symmetric=table.get("sym") is True,
+        zero_offset=1 if version == "gptq" else 0,
+        act_order=table.get("desc_act") is True,
+    )
+
+
+def awq(table: Mapping[str, Any], at: str) -> GroupedStorage:
+    """Read quant_method awq."""
+    bits, size = ("bits", "group_size") if "bits" in table else ("w_bit", "q_group_size")
+    check_keys(table, at, {bits: (4,)}, required=True)
+    check_keys(table, at, {"version": ("gemm", "GEMM"), "zero_point": (True,)})
+    return GroupedStorage("awq", 4, group_size(table.get(size, -1), f"{at}.{size}"))
+
+
+def bitsandbytes(table: Mapping[str, Any], at: str) -> GroupedStorage | None:
+    """Read quant_method bitsandbytes; return None for 4 bits, whose tensors describe themselves."""
+    if table.get("load_in_4bit") is True:
+        check_keys(table, at, {"bnb_4bit_quant_type": codebook_tensors.KINDS})
+        return None
+    check_keys(table, at, {"load_in_8bit": (True,)}, required=True)
+    return GroupedStorage("int8", 8, symmetric=True)
+
+
+def compressed(weights: Mapping[str, Any], format: str, at: str) -> GroupedStorage:
+    """Read integer weights of a group of compressed-tensors."""
+    packed = format == "pack-quantized"
+    known = {"type": ("int",), "num_bits": (2, 3, 4, 8) if packed else (8,)}
+    check_keys(weights, at, {**known, "strategy": ("tensor", "channel", "group")}, required=True)
+    orders = (False, True, "weight", "static", "group", "dynamic")
+    check_keys(weights, at, {"symmetric": (True, False), "dynamic": (False,), "actorder": orders})
+    size = weights.get("group_size") if weights["strategy"] == "group" else -1
+    return GroupedStorage(
+        "packed" if packed else "int8",
+        weights["num_bits"],
+        group_size(size, f"{at}.group_size"),
+        symmetric=weights.get("symmetric") is not False,
+        act_order=weights.get("actorder") in (True, "group", "dynamic"),
+    )
+
+
+def group_size(value: Any, at: str) -> int | None:
+    """Return the columns of a group, checked; None for -1, a whole row."""
+    if value == -1 and type(value) is int:
+        return None
+    if type(value) is not int or not 0 < value < 1 << 31:
+        raise UsageError(f"{at} must be a number above 0, or -1 for whole rows, got {shown(value)}")
+    return value

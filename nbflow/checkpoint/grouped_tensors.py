@@ -1,0 +1,358 @@
+"""Matrices of integer codes with scales and zero points in tensors of their own.
+
+==========  ==================================================================================
+layout      tensors of a matrix (N, K) with G groups of columns, b bits a code
+==========  ==================================================================================
+gptq        qweight int32 (K b / 32, N), packed along K; scales (G, N); qzeros int32
+            (G, N b / 32), packed along N; g_idx (K): the group of each column
+awq         qweight int32 (K, N / 8) and qzeros int32 (G, N / 8), 8 columns a word in the order
+            0 2 4 6 1 3 5 7; scales (G, N)
+packed      weight_packed int32 (N, K b / 32) of codes + 2**(b - 1); weight_scale (N, G);
+            weight_zero_point int32 (N b / 32, G), packed along N; weight_g_idx (K)
+int8        weight int8 (N, K); weight_scale (N, G), or SCB (N), 127 times the scale;
+            weight_zero_point int8 (N, G)
+==========  ==================================================================================
+
+Words are little-endian streams of bits: 3-bit codes cross the borders of words.  A matrix is read
+as a grouped format of `nbflow_kernels.formats.grouped`; one that it cannot hold (columns in any
+order of groups, or a group that 16 does not divide) is read as float32.
+
+Sources: AutoGPTQ 0.7 (qlinear_cuda_old.py), GPTQModel 7.7 (converter.py), AutoAWQ 0.2
+(packing_utils.py), compressed-tensors 0.20 (pack_quantized/helpers.py), bitsandbytes 0.50.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow.checkpoint.strided_read import is_contiguous
+from nbflow.checkpoint.weight_file import Read, Span, TensorEntry
+from nbflow.utils.safe_repr import shown
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.grouped import BLOCK_SIZES, group_format
+
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Position of column j of 8 in a word."""
+_FLOATS = ("f32", "bf16", "f16")
+_BNB_INT8 = np.float32(1 / 127)
+_NAMES = {  # layout -> names of codes, scales, zero points, groups of columns
+    "gptq": (".qweight", (".scales",), ".qzeros", ".g_idx"),
+    "awq": (".qweight", (".scales",), ".qzeros", ".g_idx"),
+    "packed": (".weight_packed", (".weight_scale",), ".weight_zero_point", ".weight_g_idx"),
+    "int8": (".weight", (".weight_scale", ".SCB"), ".weight_zero_point", ".weight_g_idx"),
+}
+_UNUSED = (".weight_shape", ".weight_format", ".input_scale", ".input_zero_point")
+"""Tensors that say nothing more about the weights."""
+
+
+@dataclass(frozen=True)
+class GroupedStorage:
+    """Storage of the matrices of a checkpoint, by its configuration."""
+
+    layout: str
+    """"gptq", "awq", "packed" or "int8"."""
+    bits: int
+    """Bits per code."""
+    group: int | None = None
+    """Columns per scale; None: all columns of a row, or of the tensor."""
+    symmetric: bool = False
+    """True if all zero points are 2**(bits - 1)."""
+    zero_offset: int = 0
+    """Added to stored zero points: 1 in the first version of GPTQ's layout."""
+    act_order: bool = False
+    """True if columns may belong to groups in any order, as their indices say."""
+
+    def block(self, n_columns: int) -> int | None:
+        """Return the block size of the grouped format, or None if none divides the groups."""
+        group = self.group or n_columns
+        sizes = (n for n in BLOCK_SIZES if group % n == 0 and n_columns % n == 0)
+        return next(sizes, None)
+
+    def format(self, n_columns: int, scale_type: str, has_zeros: bool) -> str | None:
+        """Return the name of the grouped format that holds a matrix, or None."""
+        block = self.block(n_columns)
+        if block is None or (has_zeros and scale_type == "f32"):
+            return None  # the base of a zero point is exact only with shorter scales
+        found = group_format(self.bits, block, "f16" if scale_type == "f16" else "f32", has_zeros)
+        return found.name
+
+    def planned_format(self, n_columns: int, dtype: object) -> str:
+        """Return the format of a matrix of a checkpoint whose scales have the type of config.json.
+
+        Zero points and the order of columns are as the configuration says.
+        """
+        has_zeros = not self.symmetric
+        scale_type = "f16" if dtype == "float16" else "bf16"
+        found = None if self.act_order else self.format(n_columns, scale_type, has_zeros)
+        return found or "f32"
+
+
+@dataclass(frozen=True)
+class GroupedParts:
+    """Stored tensors of one matrix (N, K)."""
+
+    storage: GroupedStorage
+    codes: TensorEntry
+    scales: TensorEntry
+    zeros: TensorEntry | None
+    order: TensorEntry | None
+    """Group of each column, if they are not in order."""
+    shape: tuple[int, int]
+
+    @property
+    def parts(self) -> tuple[TensorEntry, ...]:
+        """The stored tensors."""
+        found = (self.codes, self.scales, self.zeros, self.order)
+        return tuple(part for part in found if part is not None)
+
+    def values(self, read: Read, rows: Span, columns: Span) -> NDArray[np.float32]:
+        """Return a rectangle as float32: scale * (code - zero), rounded once."""
+        codes = self._codes(read, rows, columns)
+        scales, zeros = self._scales(read, rows), self._zeros(read, rows)
+        if self.order is not None:
+            groups = read(self.order, columns, None).astype(np.int64)
+        else:
+            groups = np.arange(*columns) // (self.storage.group or self.shape[1])
+        if groups.size and not 0 <= groups.min() <= groups.max() < scales.shape[1]:
+            raise UsageError(
+                f"{self._where}: groups of columns must lie in 0..{scales.shape[1] - 1}, got "
+                f"{groups.min()}..{groups.max()}"
+            )
+        steps = codes.astype(np.float32) - zeros[:, groups]  # exact
+        steps *= scales[:, groups]
+        return steps
+
+    def blocks(self, read: Read, format: Any, rows: Span, columns: Span) -> NDArray[np.uint8]:
+        """Return storage bytes (rows, row bytes) of a `GroupFormat`; columns in whole blocks."""
+        codes = self._codes(read, rows, columns)
+        first = np.arange(columns[0], columns[1], format.block_size)
+        groups = first // (self.storage.group or self.shape[1])
+        scales = np.ascontiguousarray(self._scales(read, rows)[:, groups])
+        zeros = None
+        if self.zeros is not None:  # those of symmetric storage are checked
+            zeros = np.ascontiguousarray(self._zeros(read, rows)[:, groups]).reshape(-1)
+        if not format.has_zeros:
+            zeros = None
+        parts = codes.reshape(-1, format.block_size), scales.reshape(-1), zeros
+        blocks: NDArray[np.uint8] = format.blocks(*parts)
+        return blocks.reshape(rows[1] - rows[0], -1)
+
+    @property
+    def _where(self) -> str:
+        return f"{self.codes.file.path}: tensor {shown(self.codes.name)}"
+
+    def _codes(self, read: Read, rows: Span, columns: Span) -> NDArray[np.uint8]:
+        """Return codes (rows, columns) in 0 .. 2**bits - 1."""
+        layout, bits = self.storage.layout, self.storage.bits
+        if layout == "int8":
+            return read(self.codes, rows, columns).view(np.uint8) ^ np.uint8(128)
+        if layout == "awq":
+            words = rows[0] // 8, -(-rows[1] // 8)
+            found = _awq_order(unpack_words(read(self.codes, columns, words), bits))
+            return np.ascontiguousarray(
+                found[:, rows[0] - 8 * words[0] :][:, : rows[1] - rows[0]].T
+            )
+        (first, last), start = _word_span(columns, bits)
+        if layout == "packed":
+            packed = read(self.codes, rows, (first, min(last, self.codes.shape[1])))
+        else:
+            packed = read(self.codes, (first, last), rows).T
+        codes = unpack_words(packed, bits)[:, columns[0] - start : columns[1] - start]
+        return np.ascontiguousarray(codes)
+
+    def _scales(self, read: Read, rows: Span) -> NDArray[np.float32]:
+        """Return the scales (rows, groups)."""
+        layout, n_rows = self.storage.layout, rows[1] - rows[0]
+        if layout in ("gptq", "awq"):
+            return read(self.scales, None, rows).astype(np.float32).T
+        if self.scales.shape[0] == 1 and self.shape[0] != 1:  # one scale for the tensor
+            whole = read(self.scales, None, None).astype(np.float32).reshape(1, -1)
+            return np.broadcast_to(whole, (n_rows, whole.shape[1]))
+        found = read(self.scales, rows, None).astype(np.float32).reshape(n_rows, -1)
+        return found * _BNB_INT8 if self.scales.name.endswith(".SCB") else found
+
+    def _zeros(self, read: Read, rows: Span) -> NDArray[np.uint8]:
+        """Return the zero points (rows, groups)."""
+        storage, top = self.storage, (1 << self.storage.bits) - 1
+        middle = 1 << storage.bits - 1
+        if self.zeros is None:
+            return np.full((rows[1] - rows[0], self._n_groups), middle, np.uint8)
+        if self.zeros.dtype == "i8":
+            if self.zeros.shape[0] == 1 and self.shape[0] != 1:
+                rows = (0, 1)
+            found = read(self.zeros, rows, None).reshape(rows[1] - rows[0], -1).astype(np.int16)
+            return (found + middle).astype(np.uint8)
+        (first, last), start = _word_span(rows, storage.bits)
+        if storage.layout == "packed":
+            words = read(self.zeros, (first, min(last, self.zeros.shape[0])), None).T
+        else:
+            words = read(self.zeros, None, (first, min(last, self.zeros.shape[1])))
+        zeros = unpack_words(words, storage.bits)
+        if storage.layout == "awq":
+            zeros = _awq_order(zeros)
+        zeros = zeros[:, rows[0] - start : rows[1] - start].T
+        zeros = (zeros + np.uint8(storage.zero_offset)) & np.uint8(top)
+        if storage.symmetric and (zeros != middle).any():
+            raise UsageError(
+                f"{self._where}: the configuration says that zero points are {middle} (sym), but "
+                f"{shown(self.zeros.name)} has others; set sym to false in it"
+            )
+        return zeros
+
+    @property
+    def _n_groups(self) -> int:
+        return -(-self.shape[1] // (self.storage.group or max(1, self.shape[1])))
+
+
+def unpack_words(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
+    """Return the numbers of `bits` bits in rows of 32-bit words, (n, W) to (n, 32 W / bits).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> unpack_words(np.array([[0x76543210]], np.int32), 4)
+    array([[0, 1, 2, 3, 4, 5, 6, 7]], dtype=uint8)
+    """
+    data = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+    if bits == 8:
+        return data
+    if 8 % bits == 0:
+        numbers = np.empty((*data.shape, 8 // bits), np.uint8)
+        for i in range(8 // bits):
+            numbers[..., i] = (data >> np.uint8(bits * i)) & np.uint8((1 << bits) - 1)
+        return numbers.reshape(len(data), -1)
+    single = np.unpackbits(data, axis=1, bitorder="little")
+    single = single[:, : single.shape[1] // bits * bits].reshape(len(data), -1, bits)
+    return np.packbits(single, axis=2, bitorder="little")[..., 0]
+
+
+def _word_span(numbers: Span, bits: int) -> tuple[Span, int]:
+    """Return the words that hold a span of numbers, and the first number in them."""
+    each = 32 // np.gcd(32, bits)  # numbers that fill whole words
+    words = each * bits // 32
+    first, last = numbers[0] // each, -(-numbers[1] // each)
+    return (first * words, last * words), first * each
+
+
+def _awq_order(numbers: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return AWQ's numbers (n, 8 m) in the order of columns."""
+    words = numbers.reshape(len(numbers), -1, 8)[..., _AWQ_ORDER]
+    return words.reshape(numbers.shape)
+
+
+# ---- from the tensors of a checkpoint -----------------------------------------------------------
+
+
+def with_groups(
+    entries: Sequence[TensorEntry], storage: GroupedStorage
+) -> tuple[list[TensorEntry], list[TensorEntry]]:
+    """Join codes with scales and zero points; return the tensors with values, and the others."""
+    held = {entry.name: entry for entry in entries}
+    values, used = [], set()
+    for entry in entries:
+        joined = _join(entry, held, storage)
+        values.append(joined)
+        if isinstance(joined.scaled, GroupedParts):
+            used |= {part.name for part in joined.scaled.parts} - {joined.name}
+            stem = joined.name.removesuffix(".weight")
+            used |= {stem + name for name in (*_UNUSED, _NAMES[storage.layout][3])} & held.keys()
+    names = {entry.name for entry in values if entry.scaled is not None}
+    others = [held[name] for name in held if name in used and name not in names]
+    return [entry for entry in values if entry.name not in used], others
+
+
+def _join(
+    entry: TensorEntry, held: Mapping[str, TensorEntry], storage: GroupedStorage
+) -> TensorEntry:
+    """Return codes with their scales as one tensor; others unchanged."""
+    code_name, scale_names, zero_name, order_name = _NAMES[storage.layout]
+    stem = entry.name.removesuffix(code_name)
+    wanted = "i8" if storage.layout == "int8" else "i32"
+    if stem == entry.name or (storage.layout == "int8" and entry.dtype != "i8"):
+        return entry
+    where = f"{entry.file.path}: tensor {shown(entry.name)}"
+    scales = next((held[stem + name] for name in scale_names if stem + name in held), None)
+    if scales is None:
+        raise UsageError(
+            f"{where} needs scales, {' or '.join(stem + n for n in scale_names)}, which are "
+            "missing; open the whole checkpoint, not one file of it"
+        )
+    if entry.dtype != wanted or len(entry.shape) != 2 or scales.dtype not in _FLOATS:
+        raise UsageError(
+            f"{where} must be a matrix of {wanted} with scales of floats, got {entry.dtype} "
+            f"{entry.shape} and {scales.dtype}"
+        )
+    shape = _shape(entry, storage, where)
+    zeros = held.get(stem + zero_name)
+    parts = GroupedParts(storage, entry, scales, zeros, None, shape)
+    _check_shapes(parts, where)
+    order = held.get(stem + order_name) if storage.act_order else None
+    if order is not None and not _in_order(order, storage, shape[1]):
+        parts = replace(parts, order=order)
+    has_zeros = zeros is not None and not storage.symmetric
+    format = None if parts.order else storage.format(shape[1], scales.dtype, has_zeros)
+    return replace(
+        entry, name=f"{stem}.weight", dtype=format or "f32", shape=shape, strides=None, scaled=parts
+    )
+
+
+def _shape(entry: TensorEntry, storage: GroupedStorage, where: str) -> tuple[int, int]:
+    """Return rows and columns of the matrix."""
+    n, m = entry.shape
+    if storage.layout == "int8":
+        return n, m
+    if storage.layout == "awq":
+        return 8 * m, n
+    n_rows, n_words = (m, n) if storage.layout == "gptq" else (n, m)
+    if 32 * n_words % storage.bits:
+        raise UsageError(
+            f"{where} of shape {entry.shape} must hold whole codes of {storage.bits} bits"
+        )
+    return n_rows, 32 * n_words // storage.bits
+
+
+def _check_shapes(parts: GroupedParts, where: str) -> None:
+    """Raise unless scales and zero points have the shapes of the codes."""
+    storage, (n_rows, _) = parts.storage, parts.shape
+    n_groups = parts._n_groups
+    by_column = storage.layout in ("gptq", "awq")
+    grid = (n_groups, n_rows) if by_column else (n_rows, n_groups)
+    allowed: set[tuple[int, ...]] = {grid}
+    if not by_column and n_groups == 1:
+        allowed |= {(n_rows,), (1,), (), (1, 1)}
+    if parts.scales.shape not in allowed:
+        raise UsageError(f"{where}: scales must have shape {grid}, got {parts.scales.shape}")
+    if parts.zeros is None:
+        return
+    n_words = -(-n_rows * storage.bits // 32)
+    if parts.zeros.dtype == "i8" and not by_column:
+        wanted = grid
+    else:
+        wanted = (n_groups, n_words) if by_column else (n_words, n_groups)
+    found = parts.zeros.shape
+    if parts.zeros.dtype not in ("i8", "i32") or (
+        found != wanted and found not in allowed - {grid}
+    ):
+        raise UsageError(
+            f"{where}: zero points must have shape {wanted}, got {parts.zeros.dtype} {found}"
+        )
+
+
+def _in_order(order: TensorEntry, storage: GroupedStorage, n_columns: int) -> bool:
+    """Return whether columns belong to groups one after the other."""
+    where = f"{order.file.path}: tensor {shown(order.name)}"
+    if order.dtype not in ("i32", "i64") or order.shape != (n_columns,):
+        raise UsageError(
+            f"{where} must be int32 ({n_columns},), the group of each column, got {order.dtype} "
+            f"{order.shape}"
+        )
+    if order.strides is not None and not is_contiguous(order.shape, order.strides):
+        return False
+    groups = np.empty(n_columns, {"i32": "<i4", "i64": "<i8"}[order.dtype])
+    order.file.read_into(groups.view(np.uint8).data, order.offset)
+    return bool((groups == np.arange(n_columns) // (storage.group or n_columns)).all())

@@ -1,0 +1,272 @@
+"""GPTQ, AWQ, compressed-tensors, bitsandbytes and NVFP4 checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import packed_checkpoints
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import nbflow
+import nbflow_kernels as nk
+from nbflow import cli
+from nbflow.checkpoint import WeightFile, open_weights
+from nbflow.checkpoint.grouped_tensors import unpack_words
+from nbflow.planner import planned_model
+from nbflow_kernels.errors import UsageError
+from nbflow_specs import CHECKPOINTS
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "grouped"
+FORMATS = {
+    "awq_4_64": "uint4_g64",
+    "bnb_fp4": "f32",
+    "bnb_int8": "int8_g128_f32",
+    "bnb_nf4": "f32",
+    "bnb_nf4_double": "f32",
+    "ct_mxfp4": "mxfp4",
+    "ct_nvfp4": "e2m1_g16_f32",
+    "gptq_2_32_sym": "int2_g32",
+    "gptq_3_64": "uint3_g64",
+    "gptq_4_128_sym": "int4_g128",
+    "gptq_4_32": "uint4_g32",
+    "gptq_4_32_act": "f32",
+    "gptq_8_128": "uint8_g128",
+    "int_8_128": "int8_g128",
+    "modelopt_nvfp4": "e2m1_g16_f32",
+    "pack_3_32": "int3_g32",
+    "pack_4_32": "int4_g32_f32",
+    "pack_4_64_zero": "uint4_g64",
+    "pack_8_128": "int8_g128_f32",
+}
+"""Golden file -> the format its matrix is read as."""
+X = "layers.0.X.weight"
+
+
+def stated(name: str) -> dict[str, Any]:
+    """Return the quantization config of a golden file."""
+    with (GOLDEN / f"{name}.safetensors").open("rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    return json.loads(header["__metadata__"]["config"])
+
+
+def opened(
+    folder: Path, tensors: dict[str, np.ndarray] | Path, config: dict[str, Any]
+) -> WeightFile:
+    """Write a checkpoint and open it."""
+    path = folder / "model.safetensors"
+    if isinstance(tensors, Path):
+        shutil.copy(tensors, path)
+    else:
+        save_file(tensors, path)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return open_weights(path)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_those_of_the_method_s_library(name: str, tmp_path: Path):
+    """The libraries compute products in float32 here, as they were made to for the golden files."""
+    with opened(tmp_path, GOLDEN / f"{name}.safetensors", stated(name)) as weights:
+        expected, found = weights.array("expected"), weights.array(X)
+        assert weights.dtype(X) == FORMATS[name]
+        if name == "bnb_int8":  # scale / 127 is rounded before the product, not after it
+            np.testing.assert_array_almost_equal_nulp(found, expected, nulp=1)
+        else:
+            np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(weights.array(X, (5, 41), (32, 96)), found[5:41, 32:96])
+        np.testing.assert_array_equal(weights.array(X, (7, 8)), found[7:8])
+        assert weights.n_bytes(X) < expected.nbytes / 3
+        if FORMATS[name] == "f32":
+            return
+        whole = weights.quantized(X)
+        np.testing.assert_array_equal(nk.dequantize(whole), found)
+        block = whole.format.block_size
+        some = weights.quantized(X, (16, 48), (block, 128) if block < 128 else None)
+        start = block if block < 128 else 0
+        np.testing.assert_array_equal(nk.dequantize(some), found[16:48, start:])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+def test_words_hold_a_stream_of_bits(bits: int):
+    numbers = np.random.default_rng(bits).integers(0, 1 << bits, (3, 64))
+    np.testing.assert_array_equal(
+        unpack_words(packed_checkpoints.pack_words(numbers, bits), bits), numbers
+    )
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_model_computes_with_the_stored_codes(method: str, tmp_path: Path):
+    packed, plain = packed_checkpoints.write_packed(tmp_path, method)
+    ids = list(range(5, 45))
+    with nbflow.load(plain, kv="f32") as model:
+        wanted = model.logits(ids)
+    largest = np.abs(wanted).max()
+    for partition in ("0", "0&1", "0;1"):
+        with nbflow.load(packed, partition=partition, kv="f32") as model:
+            found = model.logits(ids)
+        # sums of 256 and 768 products in another order, through 4 layers; measured 1e-6
+        assert np.abs(found - wanted).max() < 1e-5 * largest, partition
+
+
+def test_formats_are_kept_planned_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    packed, _ = packed_checkpoints.write_packed(tmp_path, "gptq")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["inspect", str(packed), "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    names = {tensor["name"]: tensor for tensor in facts["tensors"]}
+    q = names["model.layers.0.self_attn.q_proj.weight"]
+    assert (q["dtype"], q["shape"]) == ("uint4_g64", [256, 256])
+    assert not any(name.endswith((".scales", ".qzeros", ".qweight")) for name in names)
+    name = "layers.0.attn.q.weight"
+    assert planned_model(packed).format_of(name) == "uint4_g64"
+    assert planned_model(packed / "config.json").format_of(name) == "uint4_g64"
+
+
+@pytest.mark.parametrize(
+    ("config", "format"),
+    [
+        (stated("gptq_4_128_sym"), "int4_g128"),
+        (stated("gptq_4_32_act"), "f32"),
+        (stated("awq_4_64"), "uint4_g64"),
+        (stated("pack_4_32"), "int4_g32"),
+        (stated("pack_8_128"), "int8_g128"),
+        (stated("bnb_nf4"), "f32"),
+        (stated("ct_nvfp4"), "e2m1_g16_f32"),
+        (stated("ct_mxfp4"), "mxfp4"),
+        (stated("modelopt_nvfp4"), "e2m1_g16_f32"),
+    ],
+)
+def test_formats_by_the_configuration_alone(config, format, tmp_path: Path):
+    facts = json.loads((CHECKPOINTS / "tiny_python" / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(facts | {"quantization_config": config}))
+    assert planned_model(path).format_of("layers.0.attn.q.weight") == format
+
+
+@pytest.mark.parametrize("to", ["f16", "uint4_g64", "q4_0"])
+def test_packed_checkpoints_are_converted(to: str, tmp_path: Path):
+    packed, plain = packed_checkpoints.write_packed(tmp_path, "gptq")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["quantize", str(packed), "--to", to, "-o", str(tmp_path / "new")])
+    name = "model.layers.1.mlp.down_proj.weight"
+    with open_weights(plain) as weights, open_weights(tmp_path / "new") as new:
+        wanted, found = weights.array(name), new.array(name)
+        assert new.config().get("quantization_config") is None
+    off = np.abs(found - wanted).max() / np.abs(wanted).max()
+    # q4_0 halves the range of the largest weight of a block into 8 steps
+    assert off <= {"f16": 2**-11, "uint4_g64": 0, "q4_0": 1 / 8}[to]
+
+
+def test_a_config_of_its_own_file(tmp_path: Path):
+    packed, _ = packed_checkpoints.write_packed(tmp_path, "gptq")
+    config = json.loads((packed / "config.json").read_text())
+    table = config.pop("quantization_config")
+    del table["quant_method"]
+    (packed / "config.json").write_text(json.dumps(config))
+    (packed / "quantize_config.json").write_text(json.dumps(table))
+    with open_weights(packed) as weights:
+        assert weights.dtype("model.layers.0.mlp.up_proj.weight") == "uint4_g64"
+        assert weights.config()["quantization_config"]["quant_method"] == "gptq"
+
+
+GPTQ = stated("gptq_4_32")
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        ({"scales": None}, {}, r"qweight' needs scales, layers\.0\.X\.scales"),
+        ({"scales": np.ones((3, 64), np.float16)}, {}, r"scales must have shape \(4, 64\), got"),
+        ({"qzeros": np.ones((4, 7), np.int32)}, {}, r"zero points must have shape \(4, 8\)"),
+        ({"qweight": np.ones((16, 64), np.int16)}, {}, "must be a matrix of i32"),
+        (
+            {"qweight": np.ones((15, 64), np.int32)},
+            {"bits": 3},
+            r"scales must have shape \(5, 64\)",
+        ),
+        ({"g_idx": np.full(128, 9, np.int32)}, {"desc_act": True}, r"must lie in 0\.\.3, got 9"),
+        ({"g_idx": np.ones(5, np.int32)}, {"desc_act": True}, r"g_idx' must be int32 \(128,\)"),
+        ({}, {"sym": True}, r"zero points are 8 \(sym\), but .* has others; set sym to false"),
+        ({}, {"group_size": 0}, None),
+    ],
+)
+def test_wrong_tensors(change, config, message, tmp_path: Path):
+    tensors = load_file(GOLDEN / "gptq_4_32.safetensors")
+    tensors |= {f"layers.0.X.{name}": value for name, value in change.items()}
+    tensors = {name: value for name, value in tensors.items() if value is not None}
+    if message is None:  # a config that is refused: tensors stay as they are stored
+        with opened(tmp_path, tensors, GPTQ | config) as weights:
+            assert "layers.0.X.qweight" in weights.names()
+        return
+    with (
+        pytest.raises(UsageError, match=message),
+        opened(tmp_path, tensors, GPTQ | config) as weights,
+    ):
+        weights.array(X)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 5}, r"bits = 5 is not supported; it must be 2 or 3 or"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "group_size must be a number"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": 1}}, "dynamic: different settings"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version = 'gemv' is not support"),
+        ({"quant_method": "bitsandbytes"}, "load_in_8bit = None is not supported"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo = 'W4A8'"),
+        ({"quant_method": "hqq"}, "quant_method = 'hqq' is not supported"),
+    ],
+)
+def test_configs_that_are_refused(config, message, tmp_path: Path):
+    packed, _ = packed_checkpoints.write_packed(tmp_path, "gptq")
+    facts = json.loads((packed / "config.json").read_text()) | {"quantization_config": config}
+    (packed / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(UsageError, match=message):
+        nbflow.load(packed)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("bnb_nf4", {"weight.absmax": np.ones(5, np.float32)}, r"needs .*absmax, f32 \(128,\)"),
+        ("bnb_nf4", {"weight": np.ones((7, 1), np.uint8)}, "must hold the 8192 codes"),
+        (
+            "bnb_nf4",
+            {"weight.quant_state.bitsandbytes__nf4": np.frombuffer(b"{}", np.uint8)},
+            "needs shape, two numbers, and blocksize",
+        ),
+        ("ct_nvfp4", {"weight_global_scale": None}, "needs the scale of the tensor"),
+        ("ct_nvfp4", {"weight_scale": np.ones((64, 8), np.float32)}, "scales must be f8_e4m3"),
+    ],
+)
+def test_wrong_tensors_of_four_bit_floats(name, change, message, tmp_path: Path):
+    with opened(tmp_path, GOLDEN / f"{name}.safetensors", stated(name)) as weights:
+        stored = {n: weights.entry(n) for n in (*weights.names(), *weights.scales())}
+    raw = (GOLDEN / f"{name}.safetensors").read_bytes()
+    n = struct.unpack("<Q", raw[:8])[0]
+    header, data = json.loads(raw[8 : 8 + n]), raw[8 + n :]
+    del header["__metadata__"]
+    assert stored
+    parts, end = {}, 0
+    body = b""
+    for tensor, facts in header.items():
+        key = tensor.removeprefix("layers.0.X.")
+        first, last = facts["data_offsets"]
+        bits, dtype, shape = data[first:last], facts["dtype"], facts["shape"]
+        if key in change:
+            if change[key] is None:
+                continue
+            bits, shape = change[key].tobytes(), list(change[key].shape)
+            dtype = {"float32": "F32", "uint8": "U8"}[change[key].dtype.name]
+        body += bits
+        parts[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(bits)]}
+        end += len(bits)
+    text = json.dumps(parts).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + body)
+    with pytest.raises(UsageError, match=message), open_weights(tmp_path / "model.safetensors"):
+        pass

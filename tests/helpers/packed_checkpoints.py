@@ -1,0 +1,102 @@
+"""Checkpoints of other quantizers, packed from integers by the published layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from nbflow_specs import CHECKPOINTS
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+"""Columns of a word of AWQ, from its lowest bits."""
+
+
+def pack_words(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Pack rows of numbers (n, m) into int32 words (n, m * bits / 32), lowest bits first."""
+    single = (numbers[..., None] >> np.arange(bits)) & 1
+    data = np.packbits(single.reshape(len(numbers), -1).astype(np.uint8), axis=1, bitorder="little")
+    return data.view("<i4")
+
+
+def round_to_nearest(
+    weight: np.ndarray, bits: int, group: int, symmetric: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return codes (N, K), float16 scales and zero points (N, groups)."""
+    groups = weight.reshape(len(weight), -1, group)
+    low, high = np.minimum(groups.min(2), 0), np.maximum(groups.max(2), 0)
+    top = 2**bits - 1
+    if symmetric:
+        high = np.maximum(high, -low)
+        low = -high
+    scale = ((high - low) / top + 1e-6).astype(np.float16)
+    wide = scale.astype(np.float32)
+    zero = np.full(scale.shape, (top + 1) // 2) if symmetric else np.rint(-low / wide).astype(int)
+    zero = np.clip(zero, 1, top)  # GPTQ's first layout cannot hold 0
+    codes = np.rint(groups / wide[..., None]) + zero[..., None]
+    return np.clip(codes, 0, top).astype(np.int64).reshape(weight.shape), scale, zero
+
+
+def gptq(
+    codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int
+) -> dict[str, np.ndarray]:
+    """Return the tensors of a matrix of AutoGPTQ."""
+    n_columns = codes.shape[1]
+    return {
+        "qweight": np.ascontiguousarray(pack_words(codes, bits).T),
+        "qzeros": pack_words(zero.T - 1, bits),
+        "scales": np.ascontiguousarray(scale.T),
+        "g_idx": (np.arange(n_columns) // (n_columns // scale.shape[1])).astype(np.int32),
+    }
+
+
+def awq(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int) -> dict[str, np.ndarray]:
+    """Return the tensors of a matrix of AutoAWQ (GEMM)."""
+
+    def words(numbers: np.ndarray) -> np.ndarray:
+        return pack_words(
+            numbers.reshape(len(numbers), -1, 8)[..., AWQ_ORDER].reshape(numbers.shape), bits
+        )
+
+    return {
+        "qweight": words(codes.T),
+        "qzeros": words(zero.T),
+        "scales": np.ascontiguousarray(scale.T),
+    }
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": False},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True},
+}
+
+
+def write_packed(folder: Path, method: str) -> tuple[Path, Path]:
+    """Write the bundled model packed by a method, and with the same values as floats."""
+    source = CHECKPOINTS / "tiny_python"
+    config, tensors = CONFIGS[method], load_file(source / "model.safetensors")
+    packed, plain = {}, {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight"):
+            packed[name] = plain[name] = tensor
+            continue
+        found = round_to_nearest(tensor.astype(np.float32), 4, 64, False)
+        codes, scale, zero = found
+        steps = (codes.reshape(*zero.shape, 64) - zero[..., None]).astype(np.float32)
+        plain[name] = (steps * scale.astype(np.float32)[..., None]).reshape(tensor.shape)
+        parts = (gptq if method == "gptq" else awq)(*found, 4)
+        packed |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
+    folders = []
+    stated = {"quantization_config": config}
+    for kind, some, more in (("packed", packed, stated), ("plain", plain, {})):
+        to = folder / kind
+        to.mkdir()
+        facts = json.loads((source / "config.json").read_text()) | more
+        (to / "config.json").write_text(json.dumps(facts))
+        (to / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+        save_file(some, to / "model.safetensors")
+        folders.append(to)
+    return folders[0], folders[1]
