@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from nbflow.checkpoint import WeightFile, open_weights
 from nbflow.checkpoint.hub import AUXILIARY_FILES
@@ -19,6 +20,7 @@ from nbflow.checkpoint.writers.tensor_plan import TensorPlan
 from nbflow.conversion.format_rules import FormatRules
 from nbflow.conversion.gguf import plan_gguf
 from nbflow.conversion.importance_names import load_importance
+from nbflow.conversion.packed_layouts import PackedLayout, parse_layout
 from nbflow.conversion.plan import TensorConversion, attach_importance, plan_as_stored
 from nbflow.quantization.importance import Importance
 from nbflow.quantization.policy import WeightFormats
@@ -82,7 +84,8 @@ def quantize_checkpoint(
     to : str, path or WeightFormats
         Format of the matrices of attention and feed-forward (`nbflow.quantization.policy`): a name
         of `nbflow_kernels.FORMATS`, or a policy file (``.toml``).  GGUF supports GGML's types and
-        f32, f16, bf16.
+        f32, f16, bf16.  "gptq", "awq" and "compressed-tensors" write a folder as these store it,
+        ``gptq:uint4_g64`` with a grouped format other than theirs of 4 bits and groups of 128.
     rules : iterable of str
         ``PATTERN=FORMAT``: the first rule whose shell pattern matches a matrix's name decides.
         Names are those of the new file, or ours, ``layers.0.attn.q.weight``.
@@ -130,6 +133,9 @@ def quantize_checkpoint(
             "quantizer 'outliers' stores weights outside of blocks, which no file format supports; "
             "use nbflow.load(..., quantizer='outliers')"
         )
+    layout = parse_layout(to) if isinstance(to, str) else None
+    if layout is not None:
+        to = layout.format.name
     format_rules = FormatRules(to, rules)
     resolved = resolve(model, spec=spec)
     path = Path(out)
@@ -148,7 +154,7 @@ def quantize_checkpoint(
         resolved = dataclasses.replace(resolved, spec=prepared.spec)
         write = _write_gguf if path.suffix == ".gguf" else _write_safetensors
         source = prepared.apply_to(file)
-        task = _Task(resolved, source, path, format_rules, prepared, known, force, dry_run)
+        task = _Task(resolved, source, path, format_rules, prepared, known, force, dry_run, layout)
         done = write(task)
     return dataclasses.replace(done, notes=(*done.notes, *prepared.notes))
 
@@ -165,10 +171,13 @@ class _Task:
     importance: Importance | None
     force: bool
     dry_run: bool
+    layout: PackedLayout | None
 
 
 def _write_gguf(task: _Task) -> WrittenCheckpoint:
     out = task.out
+    if task.layout is not None:
+        raise UsageError(f"{out}: {task.layout.name} is a layout of folders, not of GGUF files")
     metadata, tensors, notes = plan_gguf(task.resolved, task.file, task.rules, str(out))
     tensors, more = attach_importance(tensors, task.importance)
     notes += [*more, *requantized_note(tensors)]
@@ -208,6 +217,14 @@ def _write_safetensors(task: _Task) -> WrittenCheckpoint:
         notes.append("loading the file requires config.json in the same folder")
     if is_file and unties:
         notes.append("config.json in the same folder must say tie_word_embeddings = false")
+    plans, stated = _plans(task, tensors), None
+    if task.layout is not None:
+        if is_file or not (source / "config.json").is_file():
+            raise UsageError(
+                f"{out}: {task.layout.name} needs a folder, whose config.json states it"
+            )
+        stated = task.layout.config(task.layout.unchanged(plans))
+        plans = task.layout.plans(plans)
     done = WrittenCheckpoint(out, "safetensors", tuple(tensors), tuple(notes))
     may_hold = frozenset() if is_file else frozenset({*AUXILIARY_FILES, _WEIGHTS})
     _check_output(task, may_hold)
@@ -215,25 +232,27 @@ def _write_safetensors(task: _Task) -> WrittenCheckpoint:
         return done
     if is_file:
         with replace_atomically(out) as temporary, temporary.open("wb") as stream:
-            write_safetensors(stream, _plans(task, tensors))
+            write_safetensors(stream, plans)
         return done
     with replace_folder_atomically(out) as folder:
         for original in companions:
             shutil.copyfile(original, folder / original.name)
-        _change_config(folder / "config.json", unties)
+        _change_config(folder / "config.json", unties, stated)
         with (folder / _WEIGHTS).open("wb") as stream:
-            write_safetensors(stream, _plans(task, tensors))
+            write_safetensors(stream, plans)
     return done
 
 
-def _change_config(path: Path, unties: bool) -> None:
-    """Update a config.json: untied head, no quantization entries."""
+def _change_config(path: Path, unties: bool, quantization: dict[str, Any] | None) -> None:
+    """Update a config.json: untied head, the new quantization or none."""
     old = read_object(path, missing_ok=True)
     if old is None:
         return
     new = {key: value for key, value in old.items() if key not in CONFIG_KEYS}
     if unties:
         new["tie_word_embeddings"] = False
+    if quantization is not None:
+        new["quantization_config"] = quantization
     if new != old:
         path.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
 

@@ -28,7 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="model, as for nbflow run")
     parser.add_argument(
-        "--to", metavar="FORMAT", help="weight format, e.g. q4 or q4_k, or a policy file (.toml)"
+        "--to",
+        metavar="FORMAT",
+        help="weight format, e.g. q4 or q4_k, or a policy file (.toml); gptq, awq or "
+        "compressed-tensors: a folder as these store it (gptq:uint4_g64 with another format)",
     )
     parser.add_argument(
         "-o", "--out", metavar="OUT", required=True, help="a .gguf, a .safetensors, or a folder"
