@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ DEVICES = ("cpu", "cuda", "emulator")
 """Names of devices; cuda:N is device N."""
 AUTO = "auto"
 """Partition setting that lets the planner choose."""
+STORED = "stored"
+"""Setting of weights that keeps the formats of the checkpoint."""
 MEASURED = "measured"
 """Machine setting that measures the sweep's own machine."""
 
@@ -69,8 +72,36 @@ def policy_bits(file: str) -> float:
     return sum(bits_per_weight(format) for _, format in formats.patterns) / len(formats.patterns)
 
 
-def bits_per_weight(name: str) -> float:
-    """Return the bits per weight of a format."""
+def is_weight_format(name: str) -> bool:
+    """Return whether a name is that of a weight format, or "stored"."""
+    return name.lower() == STORED or name in nk.FORMATS
+
+
+@functools.cache
+def stored_bits(model: str) -> float:
+    """Return the mean bits per weight of the matrices of layers as the checkpoint stores them."""
+    from nbflow.planner import planned_model
+    from nbflow.quantization.policy import is_matrix
+
+    planned = planned_model(model)
+    shapes = planned.spec.tensor_shapes()
+    names = [n for n, shape in shapes.items() if n.startswith("layers.") and is_matrix(n, shape)]
+    sizes = [math.prod(shapes[name]) for name in names]
+    bits = sum(planned.bits(name) * size for name, size in zip(names, sizes, strict=True))
+    return bits / max(1, sum(sizes))
+
+
+def stores_blocks(model: str) -> bool:
+    """Return whether a checkpoint stores matrices in block formats."""
+    from nbflow.planner import planned_model
+
+    return any(nk.FORMATS[name].block_size > 1 for name in planned_model(model).matrix_formats)
+
+
+def bits_per_weight(name: str, model: str = "") -> float:
+    """Return the bits per weight of a format, or of a model as it is stored."""
+    if name == STORED:
+        return stored_bits(model)
     if is_policy(name):
         return policy_bits(name)
     return float(nk.FORMATS[name].bits_per_weight)
@@ -78,7 +109,7 @@ def bits_per_weight(name: str) -> float:
 
 def is_float_format(name: str) -> bool:
     """Return whether a weight format is an element-wise float format."""
-    return not is_policy(name) and int(nk.FORMATS[name].block_size) == 1
+    return name != STORED and not is_policy(name) and int(nk.FORMATS[name].block_size) == 1
 
 
 def format_digest(name: str, importance: str = "") -> str:
@@ -89,7 +120,8 @@ def format_digest(name: str, importance: str = "") -> str:
     files = [
         Path(file) for file in (name, importance) if file and (file != name or is_policy(name))
     ]
-    own = "" if is_policy(name) else str(getattr(nk.FORMATS[name], "digest", ""))
+    known = name == STORED or is_policy(name)
+    own = "" if known else str(getattr(nk.FORMATS[name], "digest", ""))
     return "+".join([own] * bool(own) + [digest_files([file]) for file in files])
 
 

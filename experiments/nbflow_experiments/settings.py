@@ -56,7 +56,13 @@ OFFLOAD_SETTINGS = ("kv_host_percent", "embeddings_on_host", "cpu_layers")
 """Settings that move a part of a device's rank to the host."""
 _ALL = (
     Setting("model", "", 0, "model: folder, file or name of a model specification (required)"),
-    Setting("weights", "f32", 0, "format of the weight matrices, or a policy file (.toml)"),
+    Setting(
+        "weights",
+        "",
+        0,
+        'format of the weight matrices, a policy file (.toml), or "stored", the formats of the '
+        "checkpoint; by default stored for checkpoints in block formats, else f32",
+    ),
     *map(_of_load, ("outliers", "quantizer", "importance", "kv", "activations")),
     Setting(
         "device",
@@ -164,8 +170,8 @@ def check_value(name: str, value: object, where: str) -> Value:
     if name == "weights" and backend.is_policy(value):
         backend.policy_bits(value)  # raises if it is none
         return value
-    if name == "weights" and value.lower() not in backend.format_names():
-        raise unknown_name("weight format", value, backend.format_names())
+    if name == "weights" and not backend.is_weight_format(value):
+        raise unknown_name("weight format", value, (backend.STORED, *backend.format_names()))
     for part in value.lower().split("/", 1) if name == "kv" else ():
         if part not in backend.kv_format_names():
             raise unknown_name("key/value format", part, backend.kv_format_names())
@@ -271,10 +277,11 @@ def check_configuration(config: dict[str, Value]) -> None:
     _check_offload(config)
     if config["quantizer"] == "outliers" and not config["outliers"]:
         raise UsageError("quantizer 'outliers' needs outliers, a share of the weights, e.g. 0.005")
-    if config["outliers"] and backend.is_float_format(str(config["weights"])):
+    weights = str(config["weights"]) or "f32"
+    if config["outliers"] and (weights == backend.STORED or backend.is_float_format(weights)):
         raise UsageError(
             f"outliers = {config['outliers']} needs weights in a block format, got "
-            f"{config['weights']}; exclude such points: [[exclude]] with both lines"
+            f"{weights}; exclude such points: [[exclude]] with both lines"
         )
     if int(config["prefix"]) > int(config["prompt"]):
         raise UsageError(

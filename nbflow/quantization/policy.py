@@ -33,6 +33,8 @@ from typing import Any
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS
 
+STORED = "stored"
+"""Name that keeps the formats of the checkpoint."""
 ENDING = ".toml"
 """Suffix that distinguishes a policy file from the name of a weight format."""
 SMALL = "f16"
@@ -108,12 +110,17 @@ Weights = str | os.PathLike[str] | Mapping[str, Any] | WeightFormats | None
 
 
 def weight_formats(weights: Weights) -> WeightFormats | None:
-    """Return the weight formats of a format's name, or of a policy file (``.toml``)."""
+    """Return the weight formats of a format's name, or of a policy file (``.toml``).
+
+    None, or the name "stored", keeps the formats of the checkpoint.
+    """
     if weights is None or isinstance(weights, WeightFormats):
         return weights
     if isinstance(weights, Mapping):
         return _parsed(weights, "weights")
     text = os.fspath(weights)
+    if text.lower() == STORED:
+        return None
     if not text.lower().endswith(ENDING):
         return WeightFormats((("*", FORMATS[text].name),))
     path = Path(text)

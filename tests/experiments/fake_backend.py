@@ -150,7 +150,9 @@ class FakeEngine:
     def install(self, put: Callable[[object, str, Any], None] = setattr) -> FakeEngine:
         """Replace the functions of the engine module, by default for good."""
         put(backend, "format_names", lambda: tuple(BITS))
-        put(backend, "bits_per_weight", BITS.__getitem__)
+        put(backend, "is_weight_format", lambda name: name.lower() in BITS)
+        put(backend, "stores_blocks", lambda model: False)
+        put(backend, "bits_per_weight", lambda name, model="": BITS[name])
         put(backend, "kv_format_names", lambda: ("f32", "f16"))
         put(backend, "model_bytes", lambda model, weights, *_: (int(1000 * BITS[weights]), 64))
         put(backend, "plan_memory", self.plan_memory)

@@ -102,6 +102,9 @@ def make_points(sweep: Sweep) -> list[Point]:
         model = str(config["model"])
         if model not in identities:
             identities[model] = backend.identify(model)
+        if not config["weights"]:
+            stored = backend.stores_blocks(model)
+            config = {**config, "weights": backend.STORED if stored else "f32"}
         _check_lengths(config, identities[model])
         text, dataset = None, ""
         if needs_text(sweep.measures):

@@ -75,7 +75,7 @@ def proposer(context: Context) -> Iterator[Any]:
         yield text
         return
     model, _, weights = text.rpartition(":")
-    if weights.lower() not in backend.format_names():
+    if not backend.is_weight_format(weights):
         model, weights = text, "f32"
     loaded = backend.load(
         model, weights=weights.lower(), kv="f16", partition="0", max_context=0,

@@ -12,7 +12,6 @@ import dataclasses
 import warnings
 from typing import TYPE_CHECKING
 
-import nbflow_kernels as nk
 from nbflow.distributed.device import is_host
 from nbflow_experiments.backend import MEASURED, Comm
 from nbflow_experiments.measures.measure import MeasureResult, Reading
@@ -48,7 +47,7 @@ class Predictor:
             planned = stored_model(
                 model.spec,
                 resolve(str(config["model"])).path,
-                nk.FORMATS[str(config["weights"])].name,
+                str(config["weights"]),
             )
             arithmetic = str(config["activations"])
             known = all(arithmetic in device.operations_per_s for device in machine.devices)

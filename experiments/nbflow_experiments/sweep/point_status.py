@@ -70,7 +70,8 @@ def note_not_finite(result: dict[str, Any], readings: Iterable[Mapping[str, Any]
 
 def bits_per_weight(point: Point, measured: Mapping[str, MeasureResult]) -> float:
     """Return the bits per weight: the format's, or the measured ones if there are outliers."""
-    bits, outliers = backend.bits_per_weight(str(point.config["weights"])), point.config["outliers"]
+    config, outliers = point.config, point.config["outliers"]
+    bits = backend.bits_per_weight(str(config["weights"]), str(config["model"]))
     if not outliers:
         return bits
     counted = measured.get("weight_error", MeasureResult()).readings
