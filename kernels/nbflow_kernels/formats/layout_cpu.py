@@ -421,7 +421,7 @@ def _pack_numbers(numbers, size, out, at, n, n_run, step, start, stop):
     Run i of `n_run` of the `n` numbers per block begins at word ``at + i * step`` of the block; the
     words of `out`, (groups, blocks, words), are zero before.
     """
-    lanes = np.empty((numbers.shape[1], ROWS), np.uint32)
+    lanes = np.empty((numbers.shape[1], ROWS), np.int32)
     per_word, words = 4 // size, ROWS * size // 4  # words per number of all lanes
     for group in range(start, stop):
         _transpose(numbers, group * ROWS, lanes)
@@ -430,16 +430,16 @@ def _pack_numbers(numbers, size, out, at, n, n_run, step, start, stop):
                 k = (b * n + i) // per_word
                 if k >= len(lanes):
                     break
-                shift = np.uint32((b * n + i) % per_word * 8 * size)
+                shift = (b * n + i) % per_word * 8 * size
                 to = at + i // n_run * step + i % n_run * words
                 if size == 4:
                     for lane in range(ROWS):
-                        out[group, b, to + lane] = lanes[k, lane]
+                        out[group, b, to + lane] = lanes[k, lane] & 0xFFFFFFFF
                 elif size == 2:
                     for j in range(8):
-                        low = (lanes[k, 2 * j] >> shift) & np.uint32(0xFFFF)
-                        high = (lanes[k, 2 * j + 1] >> shift) & np.uint32(0xFFFF)
-                        out[group, b, to + j] = low | high << np.uint32(16)
+                        low = (lanes[k, 2 * j] >> shift) & 0xFFFF
+                        high = (lanes[k, 2 * j + 1] >> shift) & 0xFFFF
+                        out[group, b, to + j] = low | high << 16
                 else:
                     word = simd.load_i32(simd.address(lanes[k]))
                     word = simd.shr(word, simd.splat_i32(np.int32(shift)))
@@ -468,7 +468,7 @@ def _pack_codes(codes, out, bits, fields, n_blocks, segments, units, vectors, si
     """
     block, floats, segment, scales = sizes
     per_word = 0 if bits in (3, 5, 6) else 8 // bits
-    lanes = np.empty((codes.shape[1], ROWS), np.uint32)
+    lanes = np.empty((codes.shape[1], ROWS), np.int32)
     for group in range(start, stop):
         _transpose(codes, group * ROWS, lanes)
         words, v = out[group], 0
@@ -516,10 +516,10 @@ def _pack_fields(lanes, v, words, at, fields):
 def _pack_pairs(lanes, v, words, at):
     """Pack the 16 code vectors of a unit as pair codes."""
     for w in range(7):
-        x, shift = v + 2 * w, np.uint32(w)
+        x = v + 2 * w
         for lane in range(ROWS):
-            pair = lanes[x, lane] + np.uint32(11) * lanes[x + 1, lane]
-            last = lanes[v + 14, lane] + np.uint32(11) * lanes[v + 15, lane]
-            bit = (last >> shift) & np.uint32(0x01010101)
-            words[at + lane] = pair | bit << np.uint32(7)
+            pair = lanes[x, lane] + 11 * lanes[x + 1, lane]
+            last = lanes[v + 14, lane] + 11 * lanes[v + 15, lane]
+            bit = (last >> w) & 0x01010101
+            words[at + lane] = pair | bit << 7
         at += ROWS
