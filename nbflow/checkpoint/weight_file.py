@@ -27,8 +27,10 @@ Span = tuple[int, int]
 Read = Callable[["TensorEntry", Span | None, Span | None], np.ndarray[Any, Any]]
 """``read(entry, rows, columns)`` returns a rectangle of a stored tensor."""
 
-_FEW = 8  # columns that are fewer than one in so many are read row by row, without the gaps
-_GAPS_BYTES = 1 << 20  # read at once with the gaps between columns
+_PLAIN = ("f32", "f16", "bf16")  # types whose bytes are weights
+_FEW = 8  # columns that are fewer than one in so many are read row by row if rows are long
+_GAP_BYTES = 32 << 10  # copied by the system in the time of a call from Python
+_READ_BYTES = 1 << 18  # read at once with the bytes between columns
 _CHUNK_BYTES = 1 << 24  # of a tensor that is read in chunks
 _MAX_ELEMENTS = 1 << 48  # also bounds the other dimensions of an empty tensor
 _REPEATED_BYTES = 1 << 20  # allowed for every tensor that repeats its elements
@@ -286,13 +288,8 @@ class WeightFile:
             raise UsageError(f"{self.path}: tensor {name!r} is stored as {entry.dtype}, not blocks")
         row_span = self._span(entry, "rows", rows, axis=0)
         column_span = self._span(entry, "columns", columns, axis=1)
-        block, size = FORMATS[entry.dtype].block_size, FORMATS[entry.dtype].block_bytes
+        block, size = self._block(entry, column_span)
         first, last = column_span or (0, entry.shape[-1])
-        if first % block or last % block:
-            raise UsageError(
-                f"{self.path}: columns of tensor {name!r} must begin and end at multiples of the "
-                f"{entry.dtype} block of {block}, got ({first}, {last})"
-            )
         if row_span is not None and len(entry.shape) < 2:
             raise UsageError(f"{self.path}: rows of {entry.dtype} are not cut from a vector")
         start, stop = row_span or (0, entry.shape[0] if len(entry.shape) > 1 else 1)
@@ -310,6 +307,73 @@ class WeightFile:
             blocks = self._decode(stored, row_span, cut)
         blocks = blocks.reshape(math.prod(shape[:-1]), (last - first) // block * size)
         return QuantTensor(entry.dtype, shape, self._host_blocks(entry, blocks))
+
+    def read_rows(
+        self, name: str, rows: Span | None, columns: Span | None, out: np.ndarray[Any, Any]
+    ) -> None:
+        """Read the stored bytes of a matrix, or of a rectangle of it, into a buffer.
+
+        Parameters
+        ----------
+        name : str
+            Name of the tensor in the file's terms; all dimensions but the last are rows.
+        rows, columns : (start, stop), optional
+            As in `quantized`.
+        out : array of uint8, shape (rows, row bytes), C-contiguous
+            Gets the numbers little-endian, or the blocks.
+
+        Raises
+        ------
+        UsageError
+            As `array` and `quantized`, or if `out` has another shape.
+        """
+        entry = _flat(self.entry(name))
+        row_span = self._span(entry, "rows", rows, axis=0)
+        column_span = self._span(entry, "columns", columns, axis=1)
+        strides = entry.strides
+        if (
+            (entry.dtype in ITEM_BYTES and entry.dtype not in _PLAIN)
+            or (strides is not None and not is_contiguous(entry.shape, strides))
+            or (entry.scaled is not None or entry.order != "<" or len(entry.shape) != 2)
+        ):
+            self._copy_rows(name, rows, columns, out)
+            return
+        block, size = self._block(entry, column_span)
+        n_bytes = entry.shape[1] // block * size
+        first, last = column_span or (0, entry.shape[1])
+        cut = first // block * size, last // block * size
+        start, stop = row_span or (0, entry.shape[0])
+        if out.shape != (stop - start, cut[1] - cut[0]) or out.dtype != np.uint8:
+            raise UsageError(
+                f"out must be uint8 of shape {(stop - start, cut[1] - cut[0])} for tensor "
+                f"{name!r}, got {out.dtype.name} of shape {out.shape}"
+            )
+        self._fill_rows(entry.file, out, entry.offset + start * n_bytes, cut, n_bytes)
+
+    def _copy_rows(
+        self, name: str, rows: Span | None, columns: Span | None, out: np.ndarray[Any, Any]
+    ) -> None:
+        """Read rows that need a conversion, such as of the byte order, and copy them to `out`."""
+        if self.entry(name).dtype in ITEM_BYTES:
+            found = self.array(name, rows, columns, flat=True, widen_bf16=False).view(np.uint8)
+        else:
+            found = self.quantized(name, rows, columns, flat=True).data
+        out[...] = found
+
+    def _block(self, entry: TensorEntry, columns: Span | None) -> tuple[int, int]:
+        """Return weights and bytes per block, and refuse columns that cut one."""
+        if entry.dtype in ITEM_BYTES:
+            return 1, ITEM_BYTES[entry.dtype]
+        from nbflow_kernels.formats import FORMATS
+
+        block, size = FORMATS[entry.dtype].block_size, FORMATS[entry.dtype].block_bytes
+        first, last = columns or (0, entry.shape[-1])
+        if first % block or last % block:
+            raise UsageError(
+                f"{self.path}: columns of tensor {entry.name!r} must begin and end at multiples of "
+                f"the {entry.dtype} block of {block}, got ({first}, {last})"
+            )
+        return block, size
 
     def _host_blocks(self, entry: TensorEntry, blocks: np.ndarray[Any, Any]) -> Any:
         """Return blocks (rows, bytes) in little-endian byte order."""
@@ -405,28 +469,36 @@ class WeightFile:
         row_bytes = math.prod(entry.shape[1:]) * dtype.itemsize
         first = entry.offset + (rows[0] * row_bytes if rows is not None else 0)
         out = np.empty(shape, dtype)
-        if columns is None or columns == (0, entry.shape[1]):
+        if columns is None:
             self._fill(entry.file, out, first)
-        elif len(out) and _FEW * out.shape[1] >= entry.shape[1]:
-            self._fill_columns(entry.file, out, first, slice(*columns), entry.shape[1])
         else:
-            for i, row in enumerate(out):
-                self._fill(entry.file, row, first + i * row_bytes + columns[0] * dtype.itemsize)
+            cut = columns[0] * dtype.itemsize, columns[1] * dtype.itemsize
+            as_bytes = out.view(np.uint8) if out.size else np.empty((0, 0), np.uint8)
+            self._fill_rows(entry.file, as_bytes, first, cut, row_bytes)
         return out
 
-    def _fill_columns(
-        self, file: ByteFile, out: np.ndarray[Any, Any], first: int, columns: slice, n_columns: int
+    def _fill_rows(
+        self, file: ByteFile, out: np.ndarray[Any, Any], first: int, cut: Span, row_bytes: int
     ) -> None:
-        """Fill an array with columns of whole rows, many rows per system call."""
-        n_rows = max(1, min(len(out), _GAPS_BYTES // (n_columns * out.itemsize)))
-        whole = np.empty((n_rows, n_columns), out.dtype)
+        """Fill bytes (rows, n) with a range of rows that lie `row_bytes` apart in the file.
+
+        Many rows are read per system call, with the bytes between them, unless those are long.
+        """
+        if out.shape[1] == row_bytes:
+            self._fill(file, out, first)
+            return
+        if row_bytes > max(_GAP_BYTES, _FEW * out.shape[1]):
+            for i, row in enumerate(out):
+                self._fill(file, row, first + i * row_bytes + cut[0])
+            return
+        n_rows = max(1, min(len(out), _READ_BYTES // max(row_bytes, 1)))
+        whole = np.empty((n_rows, row_bytes), np.uint8)
         for start in range(0, len(out), n_rows):
             some = whole[: len(out) - start]
-            offset = first + start * whole.strides[0]
             # the last row ends with its last column: behind it the file may end
-            end = some.size - n_columns + columns.stop
-            file.read_into(some.reshape(-1)[:end].view(np.uint8).data, offset)
-            out[start : start + len(some)] = some[:, columns]
+            wanted = some.reshape(-1)[cut[0] : some.size - row_bytes + cut[1]]
+            file.read_into(wanted.data, first + start * row_bytes + cut[0])
+            out[start : start + len(some)] = some[:, cut[0] : cut[1]]
         with self._lock:
             self.bytes_read += out.nbytes
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from typing import Any
 
 import nbflow
 from nbflow.cli.option_arguments import add_options, given_options
+from nbflow.cli.progress_bar import load_progress_bar
 from nbflow.distributed import world
 from nbflow.distributed.device import is_host
 from nbflow.options import LoadOptions
@@ -113,7 +115,8 @@ def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.LLM:
     can_plan = arguments.partition != "auto" and "/" not in arguments.partition
     if not is_host(arguments.device) and world().rank == 0 and can_plan:
         print(_plan(arguments), file=sys.stderr)
-    return nbflow.load(arguments.model, options)
+    with load_progress_bar() if world().rank == 0 else contextlib.nullcontext():
+        return nbflow.load(arguments.model, options)
 
 
 def is_printing_rank(model: nbflow.LLM) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import nbflow_kernels as nk
 from nbflow.checkpoint import WeightFile, open_weights
+from nbflow.checkpoint.readers.gguf import shared_headers
 from nbflow.checkpoint.weight_file import ITEM_BYTES
 from nbflow.conversion.importance_names import load_importance
 from nbflow.distributed import Comm, Plan, make_plan, split_replicas, world
@@ -50,6 +51,7 @@ from nbflow_kernels.quantizers.outliers import check_ratio
 
 @documents(LoadOptions)
 @status.loading("the description of the model")
+@shared_headers()
 def load(
     model: str | Path,
     options: LoadOptions | None = None,

@@ -7,6 +7,8 @@ of a single rank.  Operands that the checkpoint stores in different formats stay
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -23,16 +25,36 @@ from nbflow.program.read_operand import (
     has_whole_rows,
     operand_bytes,
     read_operand,
+    read_operand_rows,
     read_quantized_operand,
 )
 from nbflow.program.records import Op, Operand, Program
 from nbflow.quantization.policy import Weights, weight_formats
 from nbflow.quantization.quantizer_options import QuantizerOptions
+from nbflow.utils.load_progress import progress
 from nbflow.utils.rank_status import status
+from nbflow_kernels.cpu import huge_pages
+from nbflow_kernels.cpu.parallel_for import parallel_chunks
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers.outliers import sample_rows, soft_range
 
 FORMAT_OF_DTYPE = {"float32": "f32", "float16": "f16", "uint16": "bf16"}
-FLOATS = frozenset(FORMAT_OF_DTYPE.values())
+STORED_FLOATS = {format: np.dtype(name) for name, format in FORMAT_OF_DTYPE.items()}
+FLOATS = frozenset(STORED_FLOATS)
+_CHUNK_BYTES = 1 << 20  # of a table, read by a thread at once
+
+
+class _Buffer(threading.local):
+    """Rows of stored bytes that a thread reads before it packs them."""
+
+    memory: np.ndarray = np.empty(0, np.uint8)
+
+    def rows(self, n_rows: int, row_bytes: int) -> np.ndarray:
+        """Return uint8 (n_rows, row_bytes), valid until the next call of this thread."""
+        n_bytes = n_rows * row_bytes
+        if len(self.memory) < n_bytes:
+            self.memory = np.empty(n_bytes, np.uint8)
+        return self.memory[:n_bytes].reshape(n_rows, row_bytes)
 
 
 class WeightLoader:
@@ -54,8 +76,8 @@ class WeightLoader:
     joined : bool
         Concatenate the tensors of an op that have one format; False keeps them apart.
     packed : bool
-        Read matrices that keep their stored format directly into the layout of the CPU kernels,
-        piece by piece.
+        Read matrices directly into the layout of the CPU kernels, in chunks of rows that several
+        threads read, quantize if `weights` says so, and pack.
     """
 
     def __init__(
@@ -74,10 +96,13 @@ class WeightLoader:
         self._joined, self._packed = joined, packed
         self._loaded: dict[tuple[Operand, ...], Any] = {}
         self._host_tables: dict[int, Any] = {}
+        self._buffer = _Buffer()
         self._shared = {op.weights for op in program.ops if op.kind == "embedding"}
-        self.operands: list[tuple[Any, ...]] = [self._operands(op) for op in program.ops]
-        self.bias: list[np.ndarray | None] = [self._bias(op) for op in program.ops]
-        del self._file, self._loaded, self._shared
+        before = file.bytes_read
+        with progress.reading(self._bytes_to_read(), lambda: file.bytes_read - before):
+            self.operands: list[tuple[Any, ...]] = [self._operands(op) for op in program.ops]
+            self.bias: list[np.ndarray | None] = [self._bias(op) for op in program.ops]
+        del self._file, self._loaded, self._shared, self._buffer
 
     @property
     def n_bytes(self) -> int:
@@ -89,6 +114,15 @@ class WeightLoader:
     def host_bytes(self) -> int:
         """Bytes of embedding tables that a device reads from host memory."""
         return sum(operand_bytes(table) for table in self._host_tables.values())
+
+    def _bytes_to_read(self) -> int:
+        """Return the bytes of the rank's operands in the checkpoint."""
+        spec, file, n_bytes = self._program.spec, self._file, 0.0
+        for operand in {p for op in self._program.ops for p in (*op.weights, *op.bias)}:
+            name = spec.checkpoint_name(operand.name)
+            shape = operand.shape(spec.shape_of(operand.name))
+            n_bytes += math.prod(shape) * file.n_bytes(name) / max(math.prod(file.shape(name)), 1)
+        return int(n_bytes)
 
     def finalize(self, device: Device, embeddings_on_host: bool = False) -> None:
         """Move all operands to a device, in the layout that its kernels read.
@@ -157,7 +191,7 @@ class WeightLoader:
         if op.kind in ("linear", "embedding"):
             key = self._formats_of if self._joined else None
             runs = [tuple(run) for _, run in groupby(op.weights, key=key)]
-            read = self._matrix if op.kind == "embedding" else self._weight
+            read = self._table if op.kind == "embedding" else self._weight
             return tuple(self._once(run, read) for run in runs)
         vectors = tuple(self._once((w,), self._vector) for w in op.weights)
         if op.attrs.get("own_weights"):  # a row per head
@@ -229,8 +263,9 @@ class WeightLoader:
 
         A float table that is both looked up and multiplied (a tied head) stays an array.
         """
-        if self._packed and operands not in self._shared and self._keeps_rows(operands):
-            return self._packed_matrix(operands)
+        packed = self._packed_matrix(operands, floats=operands not in self._shared)
+        if packed is not None:
+            return packed
         matrix = self._matrix(operands)
         if isinstance(matrix, nk.QuantTensor) or operands in self._shared:
             return matrix
@@ -238,11 +273,16 @@ class WeightLoader:
         data = np.ascontiguousarray(matrix).view(np.uint8).reshape(len(matrix), -1)
         return nk.QuantTensor(format, matrix.shape, data)
 
+    def _table(self, operands: tuple[Operand, ...]) -> Any:
+        """Return a table that is looked up: an array of floats, or a `QuantTensor` of blocks."""
+        packed = self._packed_matrix(operands, floats=False)
+        return self._matrix(operands) if packed is None else packed
+
     def _matrix(self, operands: Sequence[Operand]) -> Any:
         if self._stored_format(operands[0]) is not None:
             return self._stored_blocks(operands)
         if self._keeps_rows(operands):
-            return _joined([self._stored_floats(p) for p in operands])
+            return self._stored_floats(operands)
         format, spec = self._target_format(operands[0]), self._program.spec
         in_blocks = format is not None and nk.FORMATS[format].block_size > 1
         if in_blocks and not self._encoding.is_default:
@@ -271,40 +311,94 @@ class WeightLoader:
             and all(has_whole_rows(spec, file, p) for p in operands)
         )
 
-    def _packed_matrix(self, operands: Sequence[Operand]) -> nk.QuantTensor:
-        """Read rows that keep their stored bytes into the CPU layout."""
+    def _quantizes_rows(self, operands: Sequence[Operand]) -> bool:
+        """Return whether rows of a matrix are floats of the file that are quantized one by one."""
         spec, file = self._program.spec, self._file
-        format = nk.FORMATS[file.dtype(spec.checkpoint_name(operands[0].name))]
-        parts, n_rows = [], 0
-        for p in operands:
-            first, end = p.rows or (0, spec.shape_of(p.name)[0])
-            parts.append((p, first - n_rows, n_rows, n_rows + end - first))
-            n_rows += end - first
-        first, end = operands[0].columns or (0, spec.shape_of(operands[0].name)[1])
+        target = self._target_format(operands[0])
+        return (
+            target is not None
+            and nk.FORMATS[target].block_size > 1
+            and self._encoding.is_default
+            and {file.dtype(spec.checkpoint_name(p.name)) for p in operands} <= FLOATS
+            and all(has_whole_rows(spec, file, p) for p in operands)
+        )
+
+    def _packed_matrix(self, operands: Sequence[Operand], floats: bool) -> nk.QuantTensor | None:
+        """Read a matrix into the CPU layout chunk by chunk; None if it is read as a whole.
+
+        Float formats are read as a whole without `floats`.
+        """
+        if not self._packed:
+            return None
+        spec, file = self._program.spec, self._file
+        if self._keeps_rows(operands):
+            name, read = file.dtype(spec.checkpoint_name(operands[0].name)), self._stored_rows
+        elif self._quantizes_rows(operands):
+            name, read = str(self._target_format(operands[0])), self._quantized_rows
+        else:
+            return None
+        format = nk.FORMATS[name]
+        if format.block_size == 1 and not floats:
+            return None
+        fill, shape, row_bytes = self._rows_of(operands, format, read)
 
         def rows(start: int, stop: int) -> np.ndarray:
-            """Return storage bytes of rows [start, stop) of all operands together."""
-            found = []
+            """Return storage bytes of rows [start, stop)."""
+            out = self._buffer.rows(stop - start, row_bytes)
+            fill(start, stop, out)
+            return out
+
+        try:
+            return nk.QuantTensor.read(rows, format, shape)
+        except UsageError:
+            if read == self._stored_rows:
+                raise
+            return None  # reading the whole tensor finds the same error, and its row
+
+    def _rows_of(
+        self, operands: Sequence[Operand], format: Any, read: Callable[..., None]
+    ) -> tuple[Callable[[int, int, np.ndarray], None], tuple[int, int], int]:
+        """Return a reader of rows of all operands together, their shape, and bytes per row.
+
+        ``read(operand, format, out)`` writes the storage bytes of an operand's rows to `out`.
+        """
+        spec, parts, n_rows = self._program.spec, list[tuple[Operand, int, int, int]](), 0
+        shapes = [p.shape(spec.shape_of(p.name)) for p in operands]
+        for p, shape in zip(operands, shapes, strict=True):
+            first = p.rows[0] if p.rows is not None else 0
+            parts.append((p, first - n_rows, n_rows, n_rows + shape[0]))
+            n_rows += shape[0]
+
+        def fill(start: int, stop: int, out: np.ndarray) -> None:
+            status.heartbeat()
             for operand, offset, begin, last in parts:
                 low, high = max(start, begin), min(stop, last)
                 if low < high:
                     some = replace(operand, rows=(low + offset, high + offset))
-                    found.append(self._stored_rows(some))
-            return _joined(found)
+                    read(some, format, out[low - start : high - start])
 
-        return nk.QuantTensor.read(rows, format, (n_rows, end - first))
+        n_columns = shapes[0][1]
+        return fill, (n_rows, n_columns), format.row_blocks(n_columns) * format.block_bytes
 
-    def _stored_rows(self, operand: Operand) -> np.ndarray:
-        """Return rows as stored bytes (rows, row bytes)."""
-        status.heartbeat()
-        spec, file = self._program.spec, self._file
-        if self._stored_format(operand) is not None:
-            return _joined([b.data for b in read_quantized_operand(spec, file, operand)])
-        return self._stored_floats(operand).view(np.uint8)
+    def _stored_floats(self, operands: Sequence[Operand]) -> np.ndarray:
+        """Read a matrix of floats as it is stored, bf16 as uint16, on several threads."""
+        dtype = self._file.dtype(self._program.spec.checkpoint_name(operands[0].name))
+        fill, shape, row_bytes = self._rows_of(operands, nk.FORMATS[dtype], self._stored_rows)
+        out = huge_pages.zeros(shape[0] * row_bytes).reshape(shape[0], row_bytes)
 
-    def _stored_floats(self, operand: Operand) -> np.ndarray:
-        """Return rows of floats as they are stored, bf16 as uint16."""
-        return read_operand(self._program.spec, self._file, operand, widen_bf16=False)
+        def read(start: int, stop: int) -> None:
+            fill(start, stop, out[start:stop])
+
+        parallel_chunks(read, shape[0], max(1, _CHUNK_BYTES // row_bytes))
+        return out.view(STORED_FLOATS[dtype])
+
+    def _stored_rows(self, operand: Operand, _: Any, out: np.ndarray) -> None:
+        """Read rows as stored bytes."""
+        read_operand_rows(self._program.spec, self._file, operand, out)
+
+    def _quantized_rows(self, operand: Operand, format: Any, out: np.ndarray) -> None:
+        """Read rows and quantize them."""
+        out[...] = nk.quantize(self._read(operand), format).data
 
     def _stored_blocks(self, operands: Sequence[Operand]) -> nk.QuantTensor:
         """Concatenate tensors of one block format as they are stored."""
@@ -337,11 +431,6 @@ class WeightLoader:
             rows = [self._read(Operand(name, rows=(r, r + 1))) for r in chosen]
             sample = np.concatenate(rows)
         return soft_range(sample, self._encoding.outliers)
-
-
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate arrays along the rows; a single one is not copied."""
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def stack_experts(matrices: Sequence[Any]) -> tuple[Any, ...]:

@@ -24,13 +24,10 @@ def has_whole_rows(spec: ModelSpec, file: WeightFile, operand: Operand) -> bool:
     return not changed and len(spec.shape_of(operand.name)) == 2 and file.is_as_stored(layout.name)
 
 
-def read_operand(
-    spec: ModelSpec, file: WeightFile, operand: Operand, widen_bf16: bool = True
-) -> np.ndarray:
+def read_operand(spec: ModelSpec, file: WeightFile, operand: Operand) -> np.ndarray:
     """Return a tensor of the model, or a shard of it, in its stored type.
 
-    Output features come first, however the checkpoint orders them.  Without `widen_bf16`, rows
-    that are those of the file (`has_whole_rows`) are read as bits, uint16.
+    Output features come first, however the checkpoint orders them.
     """
     layout = spec.tensor_layout(operand.name)
     if layout.columns is not None:
@@ -46,8 +43,7 @@ def read_operand(
         rows = layout.base + first, layout.base + end
         arrays = [file.array(layout.name, rows, s, flat=True).T for s in spans]
     else:
-        how: dict[str, bool] = {"flat": True, "widen_bf16": widen_bf16}
-        arrays = [file.array(layout.name, s, operand.columns, **how) for s in spans]
+        arrays = [file.array(layout.name, s, operand.columns, flat=True) for s in spans]
     if layout.step > 1:
         arrays = [array[:: layout.step] for array in arrays]
     whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
@@ -78,6 +74,15 @@ def read_quantized_operand(
     spans = _spans(spec, operand, layout)
     chunks = [file.quantized(layout.name, s, operand.columns, flat=True) for s in spans]
     return chunks if layout.step == 1 else [_every(rows, layout.step) for rows in chunks]
+
+
+def read_operand_rows(spec: ModelSpec, file: WeightFile, operand: Operand, out: np.ndarray) -> None:
+    """Read the stored bytes of rows (`has_whole_rows`) to `out`, uint8 (rows, row bytes)."""
+    layout, done = spec.tensor_layout(operand.name), 0
+    for span in _spans(spec, operand, layout):
+        end = len(out) if span is None else done + span[1] - span[0]
+        file.read_rows(layout.name, span, operand.columns, out[done:end])
+        done = end
 
 
 def _every(rows: nk.QuantTensor, step: int) -> nk.QuantTensor:

@@ -127,9 +127,14 @@ def score_bpe(
     merges = []
     merged = [piece for piece in scores if len(piece) <= _LONGEST_MERGED]
     for piece in sorted(merged, key=lambda piece: (-scores[piece], ids[piece])):
-        splits = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
-        known = [pair for pair in splits if pair[0] in ids and pair[1] in ids]
-        merges += sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        known = [
+            (left, right)
+            for i in range(1, len(piece))
+            if (left := piece[:i]) in ids and (right := piece[i:]) in ids
+        ]
+        if len(known) > 1:
+            known.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        merges += known
     vocab = {**ids, **{f"<0x{byte:02X}>": i for byte, i in byte_ids.items()}}
     vocab[_UNKNOWN_PIECE] = _NO_UNKNOWN if unknown is None else unknown
     result = Tokenizer(models.BPE(vocab, merges, unk_token=_UNKNOWN_PIECE, byte_fallback=True))

@@ -16,6 +16,7 @@ from small_models import write_llama
 import nbflow
 import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
+from nbflow.checkpoint.readers import gguf as reader
 from nbflow.checkpoint.readers.gguf import read_metadata, tensor_types
 from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.program import build
@@ -391,3 +392,22 @@ def test_numbers_of_types_are_those_of_the_package() -> None:
     theirs = {kind.value: kind.name.lower() for kind in gguf.GGMLQuantizationType}
     known = {number: name for number, name in theirs.items() if number <= 42}
     assert tensor_types() == known | {42: "q2_0"}
+
+
+def test_headers_are_parsed_once_within_a_block(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(_file(_tensor(), 1) + bytes(300))
+    with reader.shared_headers():
+        with open_weights(path) as first:
+            name = first.names()[0]
+            wanted = first.array(name)
+        parsed = dict(reader._shared.found)
+        assert len(parsed) == 1
+        with open_weights(path) as second:  # the first file is closed
+            np.testing.assert_array_equal(second.array(name), wanted)
+        assert reader._shared.found == parsed
+        path.write_bytes(_file(_tensor(), 1) + bytes(364))
+        with open_weights(path) as changed:
+            assert changed.names() == [name]
+        assert len(reader._shared.found) == 2
+    assert not reader._shared.found

@@ -345,3 +345,24 @@ def test_content_decides_not_the_suffix(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"w": np.ones(2, np.float32)}, tmp_path / "weights.bin")
     with open_weights(tmp_path / "weights.bin") as weights:
         assert weights.format == "safetensors"
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("width", [300, 40_000])  # rows read with the gaps, and one by one
+def test_columns_are_read_into_a_buffer(tmp_path: Path, dtype: str, width: int) -> None:
+    item = 4 if dtype == "F32" else 2
+    data = RNG.integers(0, 256, (9, width * item), dtype=np.uint8)
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(raw({"w": entry(dtype, [9, width], [0, data.size])}, data.tobytes()))
+    with open_weights(path) as weights:
+        for columns in ((0, width), (17, 29), (width - 3, width)):
+            out = np.zeros((5, (columns[1] - columns[0]) * item), np.uint8)
+            before = weights.bytes_read
+            weights.read_rows("w", (4, 9), columns, out)  # to the last byte of the file
+            wanted = data[4:, columns[0] * item : columns[1] * item]
+            np.testing.assert_array_equal(out, wanted)
+            array = weights.array("w", (4, 9), columns, widen_bf16=False)
+            np.testing.assert_array_equal(array.view(np.uint8), wanted)
+            assert weights.bytes_read - before == 2 * out.nbytes
+        with pytest.raises(UsageError, match="shape"):
+            weights.read_rows("w", (4, 9), None, np.zeros((5, 8), np.uint8))

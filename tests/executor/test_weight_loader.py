@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from small_models import write_llama
 
 import nbflow
@@ -18,6 +20,8 @@ from nbflow.executor import WeightLoader
 from nbflow.program import build, fuse
 from nbflow.program import partition as cut
 from nbflow.spec import resolve
+from nbflow.utils.load_progress import progress
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import floats, layout_cpu
 
 
@@ -29,12 +33,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def operands(model: Path, partition: str, packed: bool) -> tuple[list[Any], int]:
+def operands(
+    model: Path, partition: str, packed: bool, weights: str | None = None
+) -> tuple[list[Any], int]:
     """Return the operands of all ranks in the CPU layout, and the bytes read from the file."""
     spec, found = resolve(model).spec, []
     with open_weights(model) as file:
         for rank in make_plan(spec, partition, 32).ranks:
-            held = WeightLoader(fuse(cut(build(spec), rank)), file, None, packed=packed)
+            held = WeightLoader(fuse(cut(build(spec), rank)), file, weights, packed=packed)
             if packed:
                 matrices = [t for ts in held.operands for t in ts if isinstance(t, nk.QuantTensor)]
                 assert matrices
@@ -52,10 +58,40 @@ def test_packed_while_read(
     model = source
     if format != "f16":
         model = nbflow.quantize_checkpoint(source, tmp_path / "out", format).path
-    wanted, n_bytes = operands(model, partition, packed=False)
-    monkeypatch.setattr(floats, "_PIECE_BYTES", 1)  # 16 rows at a time
+    assert_same_when_packed(monkeypatch, model, partition)
+
+
+@pytest.mark.parametrize("partition", ["0", "0&1"])
+def test_quantized_while_read(
+    monkeypatch: pytest.MonkeyPatch, source: Path, partition: str
+) -> None:
+    assert_same_when_packed(monkeypatch, source, partition, "q4")
+
+
+def test_errors_while_quantizing_name_the_row(source: Path, tmp_path: Path) -> None:
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = tensors[name].copy()
+    tensors[name][37, 5] = np.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(source / "config.json", tmp_path)
+    with pytest.raises(UsageError, match=r"layers\.1\.ffn\.down.*got inf at \[37, 5\]"):
+        operands(tmp_path, "0", packed=True, weights="q4")
+
+
+def test_progress_counts_the_bytes_of_all_ranks(source: Path) -> None:
+    progress.reset()
+    n_bytes = sum(operands(source, part, packed=True)[1] for part in ("0", "0&1"))
+    assert progress.bytes() == (n_bytes, n_bytes)
+
+
+def assert_same_when_packed(
+    monkeypatch: pytest.MonkeyPatch, model: Path, partition: str, weights: str | None = None
+) -> None:
+    wanted, n_bytes = operands(model, partition, packed=False, weights=weights)
+    monkeypatch.setattr(floats, "_CHUNK_BYTES", 1)  # 16 rows at a time
     monkeypatch.setattr(layout_cpu, "CHUNK", 1)
-    found, n_bytes_read = operands(model, partition, packed=True)
+    found, n_bytes_read = operands(model, partition, packed=True, weights=weights)
     assert n_bytes_read == n_bytes
     assert len(found) == len(wanted)
     for ours, theirs in zip(found, wanted, strict=True):

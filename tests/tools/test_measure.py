@@ -182,3 +182,12 @@ def test_invariance(tool, monkeypatch, tmp_path):
     assert np.array_equal(out[0], nk.qmatmul(x, w, activations="int8"))
     assert not np.array_equal(out[0], out[1])
     assert np.allclose(out[0], out[1], atol=4e-3)  # 128 roundings of 1.5e-5 each, of sums below 256
+
+
+def test_load(tool, tmp_path, capsys):
+    tool("load", tmp_path, "tiny_python", "--rounds", 1, "--threads", 1)
+    (row,) = map(json.loads, (tmp_path / "load.jsonl").read_text().splitlines())
+    assert (row["model"], row["version"], row["round"]) == ("tiny_python", "now", 0)
+    assert row["weight_bytes"] >= row["bytes_read"] == 7_344_640
+    assert min(row["load_s"], row["read_s"], row["fault_s"], row["peak_bytes"]) > 0
+    assert "tiny_python (now): load_s" in capsys.readouterr().out

@@ -19,6 +19,7 @@ Both give the same bits.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 import weakref
@@ -53,6 +54,8 @@ class _Local(threading.local):
     profile: list[float] | None = None
     capture: Capture | None = None
     together: list[Deferred] | None = None
+    in_chunk: bool = False
+    """True within a chunk of `parallel_chunks`: the other threads of the pool are busy."""
 
 
 _local = _Local()
@@ -269,7 +272,7 @@ def parallel_for(kernel: Callable[..., None], n_rows: int, work: float, *args: A
         _local.capture.calls.append(GraphNode(kernel, args, n_rows, work, _local.capture.held))
         return
     n = get_num_threads()
-    parts = min(n, n_rows, int(work // MIN_WORK_PER_THREAD))
+    parts = 1 if _local.in_chunk else min(n, n_rows, int(work // MIN_WORK_PER_THREAD))
     started = time.perf_counter() if _local.profile is not None else 0.0
     pool = _acquire_pool(n, _local.n_threads is not None) if parts > 1 else None
     if pool is None:
@@ -281,3 +284,54 @@ def parallel_for(kernel: Callable[..., None], n_rows: int, work: float, *args: A
             pool.release()
     if _local.profile is not None:
         _local.profile.append(time.perf_counter() - started)
+
+
+def parallel_chunks(function: Callable[[int, int], None], n_rows: int, chunk: int) -> None:
+    """Call ``function(start, stop)`` for chunks of [0, n_rows), several at a time.
+
+    For work in Python that releases the GIL most of the time: reading a file and packing what was
+    read.  Each thread takes the next chunk when it is done with one.  Kernels called within a chunk
+    run on its thread.  After an error no further chunk begins.
+
+    Parameters
+    ----------
+    function : callable
+        The work; chunks must be independent.
+    n_rows : int
+        Number of rows.
+    chunk : int
+        Rows per chunk; the last one may be smaller.
+
+    Examples
+    --------
+    >>> seen = []
+    >>> parallel_chunks(lambda start, stop: seen.append((start, stop)), 10, 4)
+    >>> sorted(seen)
+    [(0, 4), (4, 8), (8, 10)]
+    """
+    n_chunks = -(-n_rows // chunk)
+    n = get_num_threads()
+    parts = 1 if _local.in_chunk else min(n, n_chunks)
+    pool = _acquire_pool(n, _local.n_threads is not None) if parts > 1 else None
+    if pool is None:
+        for start in range(0, n_rows, chunk):
+            function(start, min(start + chunk, n_rows))
+        return
+    indices = itertools.count()  # `next` is atomic
+    failed: list[bool] = []
+
+    def take(_first: int, _last: int) -> None:
+        _local.in_chunk = True
+        try:
+            while not failed and (i := next(indices)) < n_chunks:
+                function(i * chunk, min(i * chunk + chunk, n_rows))
+        except BaseException:
+            failed.append(True)
+            raise
+        finally:
+            _local.in_chunk = False
+
+    try:
+        pool.run(take, 0, parts, parts)
+    finally:
+        pool.release()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +51,7 @@ class AffineFormat(FieldFormat):
     """Published scale = block range (or largest magnitude) / divisor."""
     zero: int = 0
     """Code of weight 0, in formats without a base."""
+    float_fields: ClassVar[tuple[str, str]] = ("scale", "base")
 
     @property
     def n_codes(self) -> int:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.cpu.simd_memory import read_f16, read_i64, read_u16, write_i64
 from nbflow_kernels.formats.bit_fields import (
     NO_FIELD,
+    ONE_GROUP,
     FieldConstants,
     field_constants,
     pack_blocks,
@@ -67,6 +69,78 @@ def read_code(row, at, i, table, code):
     return read_number(row, at, i, code)
 
 
+WordPlane = tuple[int, ...]
+"""A plane of codes, for reads of 8 codes as the bytes of an int64: byte offset, log2 of numbers per
+group, bytes between groups, log2 of the stride, bit, pitch, numbers per group - 1, mask of the
+bits in each byte, shift."""
+WordField = tuple[Any, ...]
+"""Number of planes, XOR mask of 8 codes, and the planes."""
+NO_WORD_PLANE: WordPlane = (0,) * 9
+
+
+def word_field(field: Field) -> WordField | None:
+    """Return the constants for `read_8_codes`, or None if 8 codes do not lie in 8 bytes."""
+    if field.radix or field.n % 8 or field.bits > 8 or len(field.planes) > 3:
+        return None
+    planes = []
+    for plane in field.planes:
+        group = plane.stride * plane.per_group
+        together = plane.stride % 8 == 0 or (group == plane.step == 1)
+        if not together or plane.word_bytes > 1 or plane.first or plane.count:
+            return None
+        in_one = group == plane.span(field.n)
+        planes.append((
+            plane.at, ONE_GROUP if in_one else group.bit_length() - 1, plane.step,
+            plane.stride.bit_length() - 1, plane.bit, plane.pitch, plane.per_group - 1,
+            _in_each_byte((1 << plane.bits) - 1), plane.shift,
+        ))  # fmt: skip
+    n_planes = len(planes)
+    planes += [NO_WORD_PLANE] * (3 - n_planes)
+    return (n_planes, _in_each_byte(field.flip), *planes)
+
+
+def _in_each_byte(number: int) -> int:
+    """Return the int64 of 8 equal bytes."""
+    return int.from_bytes(bytes([number]) * 8, "little", signed=True)
+
+
+@jit.device_function(inline="always")
+def _read_8_bits(at, i, plane):
+    """Return the bits of codes `i` .. `i` + 7 stored in a plane, one code per byte."""
+    first = at + plane[0] + (i & ((1 << plane[3]) - 1))
+    if plane[1] < ONE_GROUP:
+        first += (i >> plane[1]) * plane[2]
+    bit = plane[4] + ((i >> plane[3]) & plane[6]) * plane[5]
+    return ((read_i64(first) >> bit) & plane[7]) << plane[8]
+
+
+@jit.device_function(inline="always")
+def _decode_8_codes(at, size, code, to):
+    """Unpack the `size` codes of the block at an address to the bytes at `to`."""
+    for i in range(0, size, 8):
+        codes = _read_8_bits(at, i, code[2])
+        if code[0] > 1:
+            codes |= _read_8_bits(at, i, code[3])
+        if code[0] > 2:
+            codes |= _read_8_bits(at, i, code[4])
+        write_i64(to + i, codes ^ code[1])
+
+
+@jit.device_function(inline="always")
+def decode_word_rows(code, sizes, scale, minimum, data, codes, scales, mins, start, stop):
+    """Unpack as `decode_rows` codes of which 8 lie in 8 bytes; `code` is from `word_field`."""
+    size, n_scales, n_mins, n_bytes = sizes
+    for r in range(start, stop):
+        row, out_scales, out_mins = data[r], scales[r], mins[r]
+        for b in range(data.shape[1] // n_bytes):
+            at = b * n_bytes
+            _decode_8_codes(simd.address(row) + at, size, code, simd.address(codes[r]) + b * size)
+            for s in range(n_scales):
+                out_scales[b * n_scales + s] = read_number(row, at, s, scale)
+            for s in range(n_mins):
+                out_mins[b * n_mins + s] = read_number(row, at, s, minimum)
+
+
 @jit.device_function(inline="always")
 def decode_rows(read, code, sizes, scale, minimum, data, table, codes, scales, mins, start, stop):
     """Unpack codes, scales and minima of rows [start, stop).
@@ -116,6 +190,8 @@ class FieldFormat(QuantFormat):
     "d", "dmin" and "base" as the formula needs them."""
     block_size: int = field(init=False)
     block_bytes: int = field(init=False)
+    float_fields: ClassVar[tuple[str, str]] = ("d", "dmin")
+    """Fields of `d` and `m`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", self.fields.block_size)
@@ -151,9 +227,20 @@ class FieldFormat(QuantFormat):
     def kernel(self) -> Callable[..., None]:
         """Kernel ``(data, table, codes, scales, mins, start, stop)``; see `decode_rows`."""
         code = field_constants(self.fields["code"])
+        words = word_field(self.fields["code"])
         sizes, scale, minimum = self._decoder()
 
         # close over numbers only: they are the key of the compiled-kernel cache
+        if words is not None:
+
+            @jit.kernel
+            def word_kernel(data, table, codes, scales, mins, start, stop):
+                decode_word_rows(
+                    words, sizes, scale, minimum, data, codes, scales, mins, start, stop
+                )
+
+            return word_kernel  # type: ignore[no-any-return]
+
         @jit.kernel
         def kernel(data, table, codes, scales, mins, start, stop):
             decode_rows(
@@ -173,14 +260,23 @@ class FieldFormat(QuantFormat):
         rows = np.ascontiguousarray(data)
         work = DECODE_COST * codes.size
         parallel_for(self.kernel, n_rows, work, rows, self.table, codes, scales, mins)
-        d, m = self.floats(rows.reshape(-1, self.block_bytes))
+        d, m = self._row_floats(rows)
         return DecodedBlocks(
             codes,
-            d.reshape(n_rows, -1),
-            None if m is None else m.reshape(n_rows, -1),
+            d,
+            m,
             scales if self.n_scales else None,
             mins if self.n_mins else None,
         )
+
+    def _row_floats(self, rows: Bytes) -> tuple[Floats, Floats | None]:
+        """Return `d` and `m` of rows (rows, row bytes), float32 (rows, blocks * d per block)."""
+        fields = [self.fields[name] for name in self.float_fields if name in self.fields]
+        if all(map(_is_halves, fields)):
+            found = [_halves(field, rows, self.block_bytes) for field in fields]
+            return found[0], found[1] if len(found) > 1 else None
+        d, m = self.floats(rows.reshape(-1, self.block_bytes))
+        return d.reshape(len(rows), -1), None if m is None else m.reshape(len(rows), -1)
 
     def floats(self, blocks: Bytes) -> tuple[Floats, Floats | None]:
         """Return `d` and `m` of blocks (n, block_bytes), float32 (n, block_size / form.block)."""
@@ -221,6 +317,35 @@ def stored_floats(field: Field, d_type: str, blocks: Bytes) -> Floats:
     if d_type == "f32":  # two numbers each, the lower half first
         return np.ascontiguousarray(stored).astype("<u2").view("<f4").astype(np.float32)
     return {"e8m0": E8M0, "e4m3": E4M3}[d_type][stored]
+
+
+def _is_halves(field: Field) -> bool:
+    """Return whether a field is contiguous float16 numbers."""
+    plane = field.planes[0]
+    whole = plane.bits == field.bits == 16 and plane.step == plane.word_bytes == 2
+    return whole and len(field.planes) == 1
+
+
+def _halves(field: Field, rows: Bytes, block_bytes: int) -> Floats:
+    """Read a field of float16 from rows of blocks as float32 (rows, blocks * field.n)."""
+    out = np.empty((len(rows), rows.shape[1] // block_bytes * field.n), np.float32)
+    at, work = field.planes[0].at, 4.0 * out.size
+    parallel_for(_read_halves, len(rows), work, rows, at, field.n, block_bytes, out)
+    return out
+
+
+@jit.kernel
+def _read_halves(data, at, n, block_bytes, out, start, stop):
+    """Read `n` float16 from byte `at` of each block of rows [start, stop)."""
+    for row in range(start, stop):
+        begin = simd.address(data[row]) + at
+        for i in range(out.shape[1]):
+            place = begin + i // n * block_bytes + 2 * (i % n)
+            number = read_f16(place)
+            if number != number:  # the processor would change the payload
+                sign, payload = read_u16(place) >> 15, read_u16(place) & 0x3FF
+                number = simd.bits_to_float(sign << 31 | 0x7F800000 | payload << 13)
+            out[row, i] = number
 
 
 # ---- a float scale per block, and integer scales ------------------------------------------------

@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from nbflow_kernels.errors import UsageError
 
 ReadRows = Callable[[int, int], NDArray[Any]]
-"""``rows(start, stop)`` returns the storage bytes of rows [start, stop): (rows, row bytes)."""
+"""``rows(start, stop)`` returns the storage bytes of rows [start, stop): (rows, row bytes).
+
+They are used before the next call in the same thread; several threads call at once."""
 PAIR_RADIX = 11
 """Radix of the pair codes that the packed layouts keep as pairs; other pair codes are split."""
 

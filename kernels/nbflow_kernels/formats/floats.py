@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import huge_pages, jit, register_tiles, simd
-from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.cpu.parallel_for import parallel_chunks, parallel_for
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.codec_spec import ReadRows
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 
 ROWS = 16  # rows per group: the lanes of a SIMD vector
-_PIECE_BYTES = 4 << 20  # read and packed at once: bounds memory, and a piece stays in the caches
+_CHUNK_BYTES = 1 << 20  # read and packed by a thread at once: stays in the caches
 COLUMNS = 8  # columns are padded to a multiple of it: four FMA chains of two columns
 
 
@@ -124,11 +124,13 @@ def interleave(rows: ReadRows, n_rows: int, n_columns: int, dtype: np.dtype[Any]
     padded = -(-n_columns // COLUMNS) * COLUMNS
     shape = (-(-n_rows // ROWS), padded, ROWS)
     out = huge_pages.zeros(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
-    step = ROWS * max(1, _PIECE_BYTES // (ROWS * padded * dtype.itemsize))
-    for row in range(0, n_rows, step):
-        piece = rows(row, min(row + step, n_rows))
-        groups = out[row // ROWS : -(-(row + len(piece)) // ROWS)]
-        parallel_for(_interleave, len(groups), 4.0 * groups.size, piece, groups)
+
+    def read_and_interleave(start: int, stop: int) -> None:
+        groups = out[start // ROWS : -(-stop // ROWS)]
+        parallel_for(_interleave, len(groups), 4.0 * groups.size, rows(start, stop), groups)
+
+    step = ROWS * max(1, _CHUNK_BYTES // (ROWS * padded * dtype.itemsize))
+    parallel_chunks(read_and_interleave, n_rows, step)
     return out
 
 

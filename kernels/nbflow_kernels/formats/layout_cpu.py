@@ -34,13 +34,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.cpu import huge_pages, jit
-from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.cpu import huge_pages, jit, register_tiles, simd, simd_int8
+from nbflow_kernels.cpu.parallel_for import parallel_chunks, parallel_for
+from nbflow_kernels.cpu.simd_memory import read_f16, read_i32, write_f16
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks, ReadRows
 
 ROWS = 16  # rows per group: the lanes of a SIMD vector
-CHUNK = 1 << 22  # weights packed at once: bounds the temporary array of codes
+CHUNK = 1 << 20  # weights packed by a thread at once: the temporary arrays stay in the caches
 
 PAIRS = 7
 """Value of `CpuLayout.bits` for pair codes."""
@@ -287,56 +288,49 @@ def _pack(
     empty = CpuPacked(form, n_rows, -(-n_columns // form.block), np.zeros(0, np.uint8))
     packed = replace(empty, data=huge_pages.zeros(empty.n_groups * empty.group_bytes))
     words = packed.data.view(np.uint32).reshape(packed.n_groups, packed.group_bytes // 4)
-    blocks = packed.data.reshape(packed.n_groups, packed.n_blocks, form.block_bytes)
+    blocks = words.reshape(packed.n_groups, packed.n_blocks, form.block_bytes // 4)
     fields = np.array(FIELDS.get(form.bits, ((0,) * 5,)), np.int64)
-    step = ROWS * max(1, CHUNK // (ROWS * packed.n_columns))
-    for row in range(0, n_rows, step):
-        part = integers(rows(row, min(row + step, n_rows)))
-        groups = slice(row // ROWS, -(-(row + len(part.codes)) // ROWS))
-        codes = _padded(part.codes, packed.n_columns, len(part.codes))
-        sizes = (form.block_bytes, form.d_bytes, form.segment_bytes, form.codes_at)
+    sizes = np.array((form.block_bytes, form.d_bytes, form.segment_bytes, form.codes_at)) // 4
+
+    def read_and_pack(start: int, stop: int) -> None:
+        part = integers(rows(start, stop))
+        groups = slice(start // ROWS, -(-stop // ROWS))
+        codes = _padded(part.codes, packed.n_columns)
         parallel_for(
             _pack_codes, groups.stop - groups.start, 2.0 * codes.size,
-            codes.view(np.uint32), words[groups], form.bits, fields, packed.n_blocks,
-            form.block // form.segment, form.segment // form.unit, form.unit // 4,
-            np.array(sizes) // 4,
+            codes.view(np.int32), words[groups], form.bits, fields, packed.n_blocks,
+            form.block // form.segment, form.segment // form.unit, form.unit // 4, sizes,
         )  # fmt: skip
-        _pack_numbers(form, part, blocks[groups])
+        _pack_all_numbers(form, part, blocks[groups])
+
+    step = ROWS * max(1, CHUNK // (ROWS * packed.n_columns))
+    parallel_chunks(read_and_pack, n_rows, step)
     return packed
 
 
-def _pack_numbers(form: CpuLayout, part: DecodedBlocks, blocks: NDArray[np.uint8]) -> None:
-    """Write floats, integer scales and mins to blocks (groups, blocks, bytes)."""
-    n_groups, n_blocks = blocks.shape[:2]
-    at = 0
-    for floats in _floats(form, part):
-        lanes = _interleaved(floats, n_groups, n_blocks, form.block // form.d_block)
-        blocks[:, :, at : at + lanes.shape[2]] = lanes
-        at += lanes.shape[2]
-    segments = blocks[:, :, at:].reshape(n_groups, n_blocks, -1, form.segment_bytes)
-    at, n_bytes = 0, ROWS * form.segment_scales
-    for integers in _scales_and_mins(form, part):
-        lanes = _interleaved(integers, n_groups, n_blocks, form.block // form.sub_block)
-        segments[:, :, :, at : at + n_bytes] = lanes.reshape(n_groups, n_blocks, -1, n_bytes)
-        at += n_bytes
+def _pack_all_numbers(form: CpuLayout, part: DecodedBlocks, blocks: NDArray[np.uint32]) -> None:
+    """Write floats, integer scales and mins to blocks (groups, blocks, words), which are zero."""
+    at, n = 0, form.block // form.d_block
+    runs = [(floats, n, n) for floats in _floats(form, part)]
+    n, n_run = form.block // form.sub_block, form.segment_scales
+    runs += [(integers, n, n_run) for integers in _scales_and_mins(form, part)]
+    for numbers, n, n_run in runs:
+        size = numbers.itemsize
+        stored = _padded(numbers, -(-numbers.shape[1] * size // 4) * 4 // size).view(np.int32)
+        parallel_for(
+            _pack_numbers, len(blocks), 4.0 * stored.size,
+            stored, size, blocks, at, n, n_run, form.segment_bytes // 4,
+        )  # fmt: skip
+        at += n_run * ROWS * size // 4
 
 
-def _padded(array: NDArray[Any], n_columns: int, n_rows: int) -> NDArray[Any]:
-    """Return the array C-contiguous, zero-padded to the right and below."""
-    if array.shape == (n_rows, n_columns):
+def _padded(array: NDArray[Any], n_columns: int) -> NDArray[Any]:
+    """Return the array C-contiguous, zero-padded to the right."""
+    if array.shape[1] == n_columns:
         return np.ascontiguousarray(array)
-    result = np.zeros((n_rows, n_columns), array.dtype)
-    result[: array.shape[0], : array.shape[1]] = array
+    result = np.zeros((len(array), n_columns), array.dtype)
+    result[:, : array.shape[1]] = array
     return result
-
-
-def _interleaved(
-    numbers: NDArray[Any], n_groups: int, n_blocks: int, per_block: int
-) -> NDArray[np.uint8]:
-    """Interleave numbers (rows, blocks * per_block) to bytes (groups, blocks, per_block * 16)."""
-    full = _padded(numbers, n_blocks * per_block, n_groups * ROWS)
-    lanes = full.reshape(n_groups, ROWS, n_blocks, per_block).transpose(0, 2, 3, 1)
-    return np.ascontiguousarray(lanes).view(np.uint8).reshape(n_groups, n_blocks, -1)
 
 
 def _floats(form: CpuLayout, part: DecodedBlocks) -> list[NDArray[Any]]:
@@ -373,10 +367,9 @@ def stored_floats(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDAr
         if d_type == "f32":
             return numbers
         if d_type == "f16":
-            stored: NDArray[Any] = numbers.astype(np.float16)
-            back = stored.astype(np.float32)
-        elif d_type == "e8m0":
-            stored = np.clip(np.frexp(numbers)[1] + 127, 0, 255).astype(np.uint8)
+            return _halves(numbers)
+        if d_type == "e8m0":
+            stored: NDArray[Any] = np.clip(np.frexp(numbers)[1] + 127, 0, 255).astype(np.uint8)
             back = np.ldexp(np.float32(1), stored.astype(np.int32) - 128)
         elif d_type == "e4m3":
             # float16 has one exponent bit and seven mantissa bits more
@@ -390,8 +383,81 @@ def stored_floats(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDAr
             wide = stored.astype(np.float32)
             back = wide / np.float32(100) - 1 if base else wide / np.float32(1000)
     if not np.array_equal(back, numbers, equal_nan=True):
-        raise Misfit("d_type", f"d or m of a block is no number that {d_type} holds")
+        raise _inexact(d_type)
     return stored
+
+
+def _halves(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Convert floats to float16 bits, or raise `Misfit`."""
+    halves = np.empty(numbers.shape, np.uint16)
+    if _narrow(np.ascontiguousarray(numbers).reshape(-1), halves.reshape(-1)):
+        raise _inexact("f16")
+    return halves
+
+
+def _inexact(d_type: str) -> Misfit:
+    return Misfit("d_type", f"d or m of a block is no number that {d_type} holds")
+
+
+@jit.kernel
+def _narrow(numbers, halves):
+    """Write float32 as float16 bits; return whether a number changes."""
+    changed = False
+    for i in range(len(numbers)):
+        at = simd.address(halves) + 2 * i
+        write_f16(at, numbers[i])
+        if numbers[i] != numbers[i]:  # the processor would change the payload
+            bits = read_i32(simd.address(numbers) + 4 * i)
+            halves[i] = ((bits >> 16) & 0x8000) | 0x7C00 | max((bits >> 13) & 0x3FF, 1)
+        elif read_f16(at) != numbers[i]:
+            changed = True
+    return changed
+
+
+@jit.kernel
+def _pack_numbers(numbers, size, out, at, n, n_run, step, start, stop):
+    """Pack numbers of `size` bytes, rows of words, in row groups [start, stop).
+
+    Run i of `n_run` of the `n` numbers per block begins at word ``at + i * step`` of the block; the
+    words of `out`, (groups, blocks, words), are zero before.
+    """
+    lanes = np.empty((numbers.shape[1], ROWS), np.int32)
+    per_word, words = 4 // size, ROWS * size // 4  # words per number of all lanes
+    for group in range(start, stop):
+        _transpose(numbers, group * ROWS, lanes)
+        for b in range(out.shape[1]):
+            for i in range(n):
+                k = (b * n + i) // per_word
+                if k >= len(lanes):
+                    break
+                shift = (b * n + i) % per_word * 8 * size
+                to = at + i // n_run * step + i % n_run * words
+                if size == 4:
+                    for lane in range(ROWS):
+                        out[group, b, to + lane] = lanes[k, lane] & 0xFFFFFFFF
+                elif size == 2:
+                    for j in range(8):
+                        low = (lanes[k, 2 * j] >> shift) & 0xFFFF
+                        high = (lanes[k, 2 * j + 1] >> shift) & 0xFFFF
+                        out[group, b, to + j] = low | high << 16
+                else:
+                    word = simd.load_i32(simd.address(lanes[k]))
+                    word = simd.shr(word, simd.splat_i32(np.int32(shift)))
+                    simd_int8.store_narrow(simd.address(out[group, b]) + 4 * to, word)
+
+
+@jit.device_function
+def _transpose(words, first, lanes):
+    """Copy 16 rows of words, from row `first` on, to (words, 16); rows after the last are 0."""
+    count = min(ROWS, len(words) - first)
+    n = words.shape[1]
+    done = n // 16 * 16 if count == ROWS else 0
+    for k in range(0, done, 16):
+        at = simd.address(words) + first * words.strides[0] + 4 * k
+        register_tiles.transpose(words, at, words.strides[0], simd.address(lanes[k]))
+    for k in range(done, n):
+        for lane in range(ROWS):
+            lanes[k, lane] = words[first + lane, k] if lane < count else 0
 
 
 @jit.kernel
@@ -402,53 +468,58 @@ def _pack_codes(codes, out, bits, fields, n_blocks, segments, units, vectors, si
     """
     block, floats, segment, scales = sizes
     per_word = 0 if bits in (3, 5, 6) else 8 // bits
+    lanes = np.empty((codes.shape[1], ROWS), np.int32)
     for group in range(start, stop):
-        first = group * ROWS
-        rows, words, v = codes[first : first + ROWS], out[group], 0
+        _transpose(codes, group * ROWS, lanes)
+        words, v = out[group], 0
         for b in range(n_blocks):
             for i in range(segments):
                 at = b * block + floats + i * segment + scales
                 for _ in range(units):
                     if bits == PAIRS:
-                        _pack_pairs(rows, v, words, at)
+                        _pack_pairs(lanes, v, words, at)
                     elif per_word:
-                        _pack_planes(rows, v, words, at, bits, per_word)
+                        _pack_planes(lanes, v, words, at, bits, per_word)
                     else:
-                        _pack_fields(rows, v, words, at, fields)
+                        _pack_fields(lanes, v, words, at, fields)
                     v += vectors
                     at += bits * ROWS
 
 
 @jit.device_function
-def _pack_planes(rows, v, words, at, bits, per_word):
+def _pack_planes(lanes, v, words, at, bits, per_word):
     """Pack as `_pack_fields`, for widths of 1, 2, 4 and 8 bits that fill words evenly."""
     for _ in range(bits):
+        found = simd.splat_i32(np.int32(0))
         for i in range(per_word):
-            for lane in range(len(rows)):  # contiguous words: the compiler takes all lanes at once
-                words[at + lane] |= rows[lane, v] << np.uint32(bits * i)
+            word = simd.load_i32(simd.address(lanes[v]))
+            found = simd.or_(found, simd.shl(word, simd.splat_i32(np.int32(bits * i))))
             v += 1
+        simd.store_i32(simd.address(words) + 4 * at, found)
         at += ROWS
 
 
 @jit.device_function
-def _pack_fields(rows, v, words, at, fields):
+def _pack_fields(lanes, v, words, at, fields):
     """Pack the 8 code vectors of a unit, 4 codes per uint32, by `FIELDS`."""
     for i in range(len(fields)):
-        mask = np.uint32(0x01010101) * np.uint32((1 << fields[i, 2]) - 1)
-        vector, to = v + fields[i, 0], at + fields[i, 3] * ROWS
-        down, up = np.uint32(fields[i, 1]), np.uint32(fields[i, 4])
-        for lane in range(len(rows)):
-            words[to + lane] |= ((rows[lane, vector] >> down) & mask) << up
+        down, up = np.int32(fields[i, 1]), np.int32(fields[i, 4])
+        mask = np.int32(0x01010101) * np.int32((1 << fields[i, 2]) - 1)
+        vector = simd.load_i32(simd.address(lanes[v + fields[i, 0]]))
+        bits = simd.and_(simd.shr(vector, simd.splat_i32(down)), simd.splat_i32(mask))
+        to = simd.address(words) + 4 * (at + fields[i, 3] * ROWS)
+        packed = simd.or_(simd.load_i32(to), simd.shl(bits, simd.splat_i32(up)))
+        simd.store_i32(to, packed)
 
 
 @jit.device_function
-def _pack_pairs(rows, v, words, at):
+def _pack_pairs(lanes, v, words, at):
     """Pack the 16 code vectors of a unit as pair codes."""
     for w in range(7):
-        x, shift = v + 2 * w, np.uint32(w)
-        for lane in range(len(rows)):
-            pair = rows[lane, x] + np.uint32(11) * rows[lane, x + 1]
-            last = rows[lane, v + 14] + np.uint32(11) * rows[lane, v + 15]
-            bit = (last >> shift) & np.uint32(0x01010101)
-            words[at + lane] = pair | bit << np.uint32(7)
+        x = v + 2 * w
+        for lane in range(ROWS):
+            pair = lanes[x, lane] + 11 * lanes[x + 1, lane]
+            last = lanes[v + 14, lane] + 11 * lanes[v + 15, lane]
+            bit = (last >> w) & 0x01010101
+            words[at + lane] = pair | bit << 7
         at += ROWS

@@ -158,7 +158,8 @@ class QuantTensor:
         ----------
         rows : callable
             ``rows(start, stop)`` returns the storage bytes of rows, uint8 (stop - start, row
-            bytes).  The same rows may be read twice.
+            bytes).  Several threads call it at once, each is done with the bytes before its next
+            call, and the same rows may be read twice.
         format : str or QuantFormat
             The format, or its name.
         shape : tuple of int
@@ -177,7 +178,7 @@ class QuantTensor:
         tensor.format, tensor.shape, tensor.outliers = _format(format), _checked_shape(shape), None
         tensor._data = tensor._packed = tensor._matrices = tensor._units = None
         if tensor.format.decodes_from_storage:
-            return cls(format, shape, rows(0, tensor.n_rows))
+            return cls(format, shape, rows(0, tensor.n_rows).copy())
         with at_once():
             tensor._packed = tensor._pack(rows)
         return tensor

@@ -28,8 +28,14 @@ Layout: https://github.com/ggml-org/ggml/blob/9b048bb72b811f50b0c30d9e5c84d6ff9f
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import dataclasses
+import os
 import re
 import struct
+import threading
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -104,6 +110,48 @@ def open_file(path: Path) -> WeightFile:
         raise
     metadata = headers[0].metadata
     return _GgufFile(path, FORMAT, entries, files, lambda: config_of(metadata))
+
+
+class _SharedHeaders:
+    """Headers of files, while a `shared_headers` block is open in some thread."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.n_blocks = 0
+        self.found: dict[tuple[int, ...], _Header] = {}
+
+    def read(self, file: ByteFile) -> _Header:
+        """Return the header of a file, parsed once unless something changes the file."""
+        status = os.fstat(file.fd)
+        key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        header = self.found.get(key)
+        if header is not None:
+            return header.of(file)
+        header = _Header(file)
+        with self.lock:
+            if self.n_blocks:
+                self.found[key] = header
+        return header
+
+
+_shared = _SharedHeaders()
+
+
+@contextlib.contextmanager
+def shared_headers() -> Iterator[None]:
+    """Parse the header of each file once within the block, in all threads.
+
+    A model is opened several times while it is loaded, and a vocabulary takes time to parse.
+    """
+    with _shared.lock:
+        _shared.n_blocks += 1
+    try:
+        yield
+    finally:
+        with _shared.lock:
+            _shared.n_blocks -= 1
+            if not _shared.n_blocks:
+                _shared.found.clear()
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -191,6 +239,13 @@ class _Header:
                 f"{file.path}: general.alignment must be 1..{1 << 20}, got {alignment!r:.40}"
             )
         self.entries = _entries(file, records, self._cursor.position, alignment, self._cursor.order)
+
+    def of(self, file: ByteFile) -> _Header:
+        """Return this header for the same file, opened again."""
+        header = copy.copy(self)
+        header.file = file
+        header.entries = [dataclasses.replace(entry, file=file) for entry in self.entries]
+        return header
 
     def _read_version(self) -> int:
         """Return the version, and set the byte order."""
@@ -315,7 +370,7 @@ def _entries(
 def _read_parts(path: Path, files: list[ByteFile], only_first: bool = False) -> list[_Header]:
     """Return the headers of all parts in order; opened files are appended to `files`."""
     files.append(ByteFile(path))
-    named = _Header(files[0])
+    named = _shared.read(files[0])
     count = named.metadata.get("split.count", 1)
     if type(count) is not int or not 0 <= count <= 99_999:
         raise UsageError(f"{path}: split.count must be 0..99999, got {count!r:.40}")
@@ -335,7 +390,7 @@ def _read_parts(path: Path, files: list[ByteFile], only_first: bool = False) -> 
             header = named
         else:
             files.append(ByteFile(part))
-            header = _Header(files[-1])
+            header = _shared.read(files[-1])
         for key, wanted in (("split.count", count), ("split.no", i - 1)):
             found = header.metadata.get(key)
             if found != wanted or type(found) is not int:

@@ -108,6 +108,15 @@ class TransformedFile(WeightFile):
         """Read a tensor stored in blocks, which no transform changes."""
         return self._inner.quantized(name, rows, columns, flat=flat)
 
+    def read_rows(
+        self, name: str, rows: Span | None, columns: Span | None, out: np.ndarray[Any, Any]
+    ) -> None:
+        """Read the stored bytes of a matrix; see `WeightFile.read_rows`."""
+        if name in self._changed:
+            self._copy_rows(name, rows, columns, out)
+        else:
+            self._inner.read_rows(name, rows, columns, out)
+
     def stored_chunks(self, name: str) -> Iterator[bytes]:
         """Yield the bytes of a tensor, rounded to its stored type."""
         if name not in self._changed:

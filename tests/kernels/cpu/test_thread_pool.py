@@ -289,3 +289,27 @@ def test_sleepers_are_looked_for_after_the_job_is_given_out() -> None:
     loads = [line for line in text.splitlines() if "load atomic" in line]
     assert loads
     assert all("seq_cst" in line for line in loads)
+
+
+def test_chunks_cover_the_rows_once_and_nest() -> None:
+    counts = np.zeros(1000, np.int64)
+
+    def add(start: int, stop: int) -> None:
+        parallel_for.parallel_for(_add_one, stop - start, 1e9, counts[start:stop])
+        parallel_for.parallel_chunks(lambda a, b: None, 10, 3)
+
+    parallel_for.parallel_chunks(add, len(counts), 7)
+    assert (counts == 1).all()
+
+
+def test_an_error_in_a_chunk_ends_the_others() -> None:
+    seen: list[int] = []
+
+    def fail(start: int, stop: int) -> None:
+        seen.append(start)
+        raise ValueError(f"chunk {start}")
+
+    with pytest.raises(ValueError, match="chunk"):
+        parallel_for.parallel_chunks(fail, 1 << 20, 1)
+    assert len(seen) <= parallel_for.get_num_threads()
+    parallel_for.parallel_chunks(lambda start, stop: None, 64, 1)  # the pool is free again
