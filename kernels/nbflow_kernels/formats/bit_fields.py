@@ -1,7 +1,7 @@
 """Bit packing and unpacking, derived from a format's `FieldTable`.
 
 =======================  ==========================================================================
-`pack_blocks`            pack the numbers of all fields into blocks, in NumPy
+`pack_blocks`            pack the numbers of all fields into blocks
 `unpack_field`           unpack one field, in NumPy
 `read_number`            read one number, in kernels
 `write_field`            write one field of a block, in kernels
@@ -20,8 +20,11 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane
 from nbflow_kernels.formats.registry import Bytes
+
+PACK_COST = 3.0  # operations per number, for the choice of thread count
 
 # ---- arrays -------------------------------------------------------------------------------------
 
@@ -44,21 +47,61 @@ def pack_blocks(table: FieldTable, numbers: Mapping[str, NDArray[Any]]) -> Bytes
 
 def pack_field(field: Field, numbers: NDArray[Any], blocks: Bytes) -> None:
     """OR numbers (n, field.n) into blocks (n, block_bytes), whose bits there must be zero."""
-    stored = numbers.astype(np.uint16)
-    if field.radix:
-        stored = stored[:, 0::2] + np.uint16(field.radix) * stored[:, 1::2]
-    stored = stored ^ np.uint16(field.flip)
-    for plane in field.planes:
-        dtype = np.dtype(f"u{plane.word_bytes}").type
-        part = stored[:, plane.first : plane.first + plane.span(field.n_stored)]
-        part = ((part >> np.uint16(plane.shift)) & np.uint16((1 << plane.bits) - 1)).astype(dtype)
-        part = part.reshape(len(part), -1, plane.per_group, plane.stride)
-        words = np.zeros_like(part[:, :, 0])
-        for k in range(plane.per_group):
-            words |= part[:, :, k] << dtype(plane.bit + plane.pitch * k)
-        for k in range(plane.word_bytes):
-            into = _plane_bytes(plane, field.n_stored, blocks, k)
-            into |= (words >> dtype(8 * k)).astype(np.uint8)
+    if numbers.dtype.type not in (np.uint8, np.uint16):
+        numbers = numbers.astype(np.uint16)
+    planes = np.array([_plane_numbers(plane, field.n_stored) for plane in field.planes])
+    parallel_for(
+        _pack_field, len(blocks), PACK_COST * numbers.size, np.ascontiguousarray(numbers),
+        field.radix, field.flip, planes, blocks,
+    )  # fmt: skip
+
+
+def _plane_numbers(plane: Plane, n: int) -> tuple[int, ...]:
+    """Return a plane of a field of `n` numbers as `_pack_field` takes it."""
+    return (
+        plane.at, (1 << plane.bits) - 1, plane.shift, plane.stride, plane.bit, plane.per_group,
+        plane.first, plane.step, plane.pitch, plane.n_groups(n), plane.word_bytes,
+    )  # fmt: skip
+
+
+@jit.kernel
+def _pack_field(numbers, radix, flip, planes, blocks, start, stop):
+    """Pack the numbers of blocks [start, stop); one kernel for all fields and formats."""
+    stored = np.empty(numbers.shape[1], np.int64)
+    for b in range(start, stop):
+        for i in range(len(stored)):
+            stored[i] = numbers[b, i]
+        if radix:
+            for i in range(len(stored) // 2):
+                stored[i] = stored[2 * i] + radix * stored[2 * i + 1]
+        if flip:
+            for i in range(len(stored)):
+                stored[i] ^= flip
+        for plane in planes:
+            _pack_plane(stored, plane, blocks[b])
+
+
+@jit.device_function
+def _pack_plane(stored, plane, block):
+    """OR one plane of numbers into a block."""
+    at, mask, shift, stride, bit, per_group, first, step = (
+        plane[0], plane[1], plane[2], plane[3], plane[4], plane[5], plane[6], plane[7],
+    )  # fmt: skip
+    pitch, n_groups, word_bytes = plane[8], plane[9], plane[10]
+    for g in range(n_groups):
+        to, number = at + g * step, first + g * per_group * stride
+        if stride > 1:  # words of one byte
+            for k in range(per_group):
+                left = bit + pitch * k
+                for r in range(stride):
+                    block[to + r] |= ((stored[number + r] >> shift) & mask) << left
+                number += stride
+        else:
+            word = 0
+            for k in range(per_group):
+                word |= ((stored[number + k] >> shift) & mask) << (bit + pitch * k)
+            for k in range(word_bytes):
+                block[to + k] |= (word >> (8 * k)) & 255
 
 
 def unpack_field(field: Field, blocks: Bytes) -> NDArray[np.uint16]:

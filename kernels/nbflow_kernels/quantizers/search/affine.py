@@ -22,7 +22,7 @@ from nbflow_kernels.cpu.simd import LANES
 from nbflow_kernels.cpu.simd_compare import absolute, any_lane, choose, clamp, less
 from nbflow_kernels.formats.affine_format import F16_SCALE, U8_PAIR
 from nbflow_kernels.quantizers import simd_panel
-from nbflow_kernels.quantizers.simd_panel import VECTOR
+from nbflow_kernels.quantizers.simd_panel import VECTOR, clip
 
 F16_MAX = 65504.0
 GRID = 4  # clippings tried at each end; 6 x 6 gains 0.4 % more in twice the time
@@ -47,7 +47,7 @@ SIGN = 0x8000  # of a float16
 @jit.device_function(strict=True)
 def _codes(x, base, inverse, low, high):
     """Return the nearest codes of 16 weights, as float32."""
-    return simd.minimum(simd.maximum(simd.rint(simd.mul(simd.sub(x, base), inverse)), low), high)
+    return clip(simd.rint(simd.mul(simd.sub(x, base), inverse)), low, high)
 
 
 @jit.device_function(strict=True)
