@@ -67,41 +67,60 @@ def _plane_numbers(plane: Plane, n: int) -> tuple[int, ...]:
 @jit.kernel
 def _pack_field(numbers, radix, flip, planes, blocks, start, stop):
     """Pack the numbers of blocks [start, stop); one kernel for all fields and formats."""
-    stored = np.empty(numbers.shape[1], np.int64)
+    stored = np.empty_like(numbers[0])
+    pairs = np.empty(len(stored) // 2 if radix else 0, np.uint16)
     for b in range(start, stop):
-        for i in range(len(stored)):
-            stored[i] = numbers[b, i]
-        if radix:
-            for i in range(len(stored) // 2):
-                stored[i] = stored[2 * i] + radix * stored[2 * i + 1]
+        row, block = numbers[b], blocks[b]
+        for i in range(len(pairs)):
+            pairs[i] = row[2 * i] + radix * row[2 * i + 1]
         if flip:
-            for i in range(len(stored)):
-                stored[i] ^= flip
+            for i in range(len(row)):
+                stored[i] = row[i] ^ flip
+            row = stored
         for plane in planes:
-            _pack_plane(stored, plane, blocks[b])
+            if radix:
+                _pack_plane(pairs, plane, block)
+            else:
+                _pack_plane(row, plane, block)
 
 
 @jit.device_function
 def _pack_plane(stored, plane, block):
     """OR one plane of numbers into a block."""
-    at, mask, shift, stride, bit, per_group, first, step = (
-        plane[0], plane[1], plane[2], plane[3], plane[4], plane[5], plane[6], plane[7],
-    )  # fmt: skip
+    at, mask, shift, stride = plane[0], plane[1], plane[2], plane[3]
+    bit, per_group, first, step = plane[4], plane[5], plane[6], plane[7]
     pitch, n_groups, word_bytes = plane[8], plane[9], plane[10]
+    # slices: indices from 0 need no check for negative ones, and the loops are vectorized
+    if word_bytes == 1 and stride == 1 and per_group <= 2 and step == 1 and shift == 0:
+        numbers, out = stored[first : first + per_group * n_groups], block[at : at + n_groups]
+        low, high = 1 << bit, 1 << (bit + pitch)
+        if per_group == 2:
+            for g in range(n_groups):
+                two = (numbers[2 * g] & mask) * low | (numbers[2 * g + 1] & mask) * high
+                out[g] |= np.uint8(two)
+        else:
+            for g in range(n_groups):
+                out[g] |= np.uint8((numbers[g] & mask) * low)
+        return
     for g in range(n_groups):
-        to, number = at + g * step, first + g * per_group * stride
+        out = block[at + g * step : at + g * step + max(stride, word_bytes)]
         if stride > 1:  # words of one byte
             for k in range(per_group):
-                left = bit + pitch * k
-                for r in range(stride):
-                    block[to + r] |= ((stored[number + r] >> shift) & mask) << left
-                number += stride
+                numbers, left = stored[first : first + stride], 1 << (bit + pitch * k)
+                if shift == 0:
+                    for r in range(stride):
+                        out[r] |= np.uint8((numbers[r] & mask) * left)
+                else:
+                    for r in range(stride):
+                        out[r] |= np.uint8(((numbers[r] >> shift) & mask) * left)
+                first += stride
         else:
-            word = 0
+            word, numbers = 0, stored[first : first + per_group]
             for k in range(per_group):
-                word |= ((stored[number + k] >> shift) & mask) << (bit + pitch * k)
+                word |= ((np.int64(numbers[k]) >> shift) & mask) << (bit + pitch * k)
+            first += per_group
             for k in range(word_bytes):
-                block[to + k] |= (word >> (8 * k)) & 255
+                out[k] |= np.uint8((word >> (8 * k)) & 255)
 
 
 def unpack_field(field: Field, blocks: Bytes) -> NDArray[np.uint16]:

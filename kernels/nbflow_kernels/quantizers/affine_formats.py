@@ -8,8 +8,6 @@ GGML's weighted quantizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,11 +27,7 @@ from nbflow_kernels.quantizers.search.affine import search
 
 SEARCH_COST = 100.0  # multiply-adds a weight costs in the search, for the choice of thread count
 
-_GGML: dict[int, Callable[[AffineFormat, Floats], QuantizedBlocks]] = {
-    GGML_EXTREME: ggml_legacy.quantize_extreme,
-    GGML_RANGE: ggml_legacy.quantize_range,
-    GGML_ABSMAX: ggml_legacy.quantize_absmax,
-}
+_GGML = (GGML_EXTREME, GGML_RANGE, GGML_ABSMAX)
 
 
 def takes_importance(format: AffineFormat) -> bool:
@@ -85,9 +79,8 @@ def _search(
 
 def _reference(format: AffineFormat, x: Floats) -> QuantizedBlocks:
     """Return codes and stored parameters of the published quantizer, for rows of blocks."""
-    published = _GGML.get(format.rule)
-    if published is not None:
-        return published(format, x.reshape(-1, format.block_size))
+    if format.rule in _GGML:
+        return ggml_legacy.quantize(format, x.reshape(-1, format.block_size))
     codes = np.empty(x.shape, np.uint8)
     parameters = np.empty((len(x), x.shape[1] // format.block_size, 2), np.uint16)
     parallel_for(
