@@ -86,7 +86,7 @@ class SearchResult(NamedTuple):
 
 
 @jit.device_function
-def _store(value, stored):
+def nearest_stored(value, stored):
     """Return the index or bits of the storable number nearest to a value."""
     if len(stored) == 0:
         return np.int64(simd.float_to_half(min(max(value, -F16_MAX), F16_MAX)))
@@ -101,7 +101,7 @@ def _store(value, stored):
 
 
 @jit.device_function
-def _number(index, stored):
+def stored_number(index, stored):
     """Return the number of an index or of float16 bits, NaN if out of range."""
     if len(stored) == 0:
         value = simd.half_to_float(np.uint16(index))
@@ -215,19 +215,19 @@ def search_rows(evaluate, x, weight, tables, rule, chosen, scales, d, start, sto
                 )
                 if abs(ideal[s]) > abs(largest):
                     largest = ideal[s]
-            best, index = _store(largest / rule.tops[0] / norm, rule.stored), np.int64(0)
+            best, index = nearest_stored(largest / rule.tops[0] / norm, rule.stored), np.int64(0)
             least, sum_x, sum_q = np.float32(np.inf), np.float32(0), np.float32(0)
             for attempt in range(n_attempts + 3):
                 before = index
                 if attempt >= n_attempts:  # the neighbours of the best, at last the best
                     index = best + (0, 1, -1)[n_attempts + 2 - attempt]
                 elif attempt % rule.rounds == 0:
-                    index = _store(largest / rule.tops[attempt // rule.rounds] / norm, rule.stored)
+                    index = nearest_stored(largest / rule.tops[attempt // rule.rounds] / norm, rule.stored)
                 elif sum_q > 0:
-                    index = _store(sum_x / sum_q / norm, rule.stored)
+                    index = nearest_stored(sum_x / sum_q / norm, rule.stored)
                 if index == before and attempt > 0 and attempt < n_attempts + 2:
                     continue
-                number = _number(index, rule.stored)
+                number = stored_number(index, rule.stored)
                 if not np.isfinite(number):
                     continue
                 is_last = attempt == n_attempts + 2
