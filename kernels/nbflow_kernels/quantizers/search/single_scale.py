@@ -112,7 +112,7 @@ def _search_panel(at, rows, size, levels, middles, rule, index, best, more):
     simd.store_f32(v + LEAST * VECTOR, simd.splat(np.inf))
     for lane in range(LANES):
         first = rows[IDEAL, lane] / rule.tops[0] / rows[NORM, lane]
-        best[lane], index[lane] = nearest_stored(first, rule.stored), 0
+        best[lane], index[lane] = nearest_stored(first, rule.stored, rule.buckets), 0
         rows[SUM_X, lane] = rows[SUM_Q, lane] = 0
     n_attempts = len(rule.tops) * rule.rounds
     for attempt in range(n_attempts + 2):
@@ -122,10 +122,10 @@ def _search_panel(at, rows, size, levels, middles, rule, index, best, more):
                 index[lane] = best[lane] + (-1 if attempt == n_attempts else 1)
             elif attempt % rule.rounds == 0:
                 value = rows[IDEAL, lane] / rule.tops[attempt // rule.rounds] / norm
-                index[lane] = nearest_stored(value, rule.stored)
+                index[lane] = nearest_stored(value, rule.stored, rule.buckets)
             elif rows[SUM_Q, lane] > 0:
                 value = rows[SUM_X, lane] / rows[SUM_Q, lane] / norm
-                index[lane] = nearest_stored(value, rule.stored)
+                index[lane] = nearest_stored(value, rule.stored, rule.buckets)
             rows[NUMBER, lane] = stored_number(index[lane], rule.stored)
         simd.store_i32(simd.address(more), _try(at, size, levels, middles))
         for lane in range(LANES):
