@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -30,7 +32,7 @@ import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.utils import system
-from tools.measure.formats import machine_name
+from nbflow_kernels.cpu.thread_pool import available_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 # numbers of the types in ggml.h
@@ -71,11 +73,16 @@ class Ggml:
                 self._chunk, GGML_TYPES[name], x.ctypes.data, out.ctypes.data,
                 start * x.shape[1], stop - start, x.shape[1], importance,
             )
-            for start, stop in zip(edges[:-1], edges[1:], strict=True)
+            for start, stop in itertools.pairwise(edges)
         ]  # fmt: skip
         for call in calls:
             call.result()
         return out
+
+
+def machine_name() -> str:
+    words = re.sub(r"\W+", "-", system.processor_name().lower()).strip("-")
+    return f"{words}-{available_cores()}-cores"
 
 
 def seconds(call: Callable[[], Any]) -> float:

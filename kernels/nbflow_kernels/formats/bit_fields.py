@@ -104,7 +104,7 @@ def _pack_plane(source, size, flip, plane, block):
             eight = simd_memory.read_i64(block + g) | low | (high << 32)
             simd_memory.write_i64(block + g, eight)
         return
-    for g in range(n_groups):
+    for _ in range(n_groups):
         if stride >= 8 and size == 1:  # eight numbers at once
             for k in range(per_group):
                 for r in range(0, stride, 8):

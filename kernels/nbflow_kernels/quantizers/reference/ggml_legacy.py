@@ -164,7 +164,7 @@ def _rounded_codes(x, inverse, zero, top, codes):
     """
     for i in range(len(x)):
         step = x[i] * inverse
-        step = step if step == step else np.float32(0)  # noqa: PLR0124  (false for NaN)
+        step = step if step == step else np.float32(0)  # false for NaN
         step = step if step > -1000 else np.float32(-1000)
         step = step if step < 1000 else np.float32(1000)
         whole = np.float32(np.int32(step))
