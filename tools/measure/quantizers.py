@@ -95,7 +95,7 @@ def seconds(call: Callable[[], Any]) -> float:
 def measure(
     ggml: Ggml, name: str, x: np.ndarray, n_repeats: int
 ) -> dict[str, float | bool | list[float]]:
-    """Return the speeds of one format."""
+    """Return the speeds of one format; slow ones are measured on fewer rows."""
     peer = name in GGML_TYPES
     weight = np.ones(x.shape[1], np.float32) if peer and ggml.needs_importance(name) else None
     some = x[: max(1, len(x) // 16)]  # the speeds of types differ by a factor of 500

@@ -26,7 +26,7 @@ q1_0      0.586  0.586    iq2_xxs   0.338  0.323    q2_0      0.697  0.343
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -77,15 +77,15 @@ def rule(
         np.array(v, np.float32).reshape(-1) for v in (starts, tops, stored)
     )
     least = (np.arange(0x7F800000 >> BUCKET_BITS, dtype=np.uint32) << BUCKET_BITS).view(np.float32)
-    buckets = np.searchsorted(numbers, np.append(least, np.float32(np.inf)), side="right") - 1
-    buckets = np.clip(buckets, 0, max(0, len(numbers) - 2)).astype(np.int16)
+    below = np.searchsorted(numbers, np.append(least, np.float32(np.inf)), side="right") - 1
+    buckets = np.clip(below, 0, max(0, len(numbers) - 2)).astype(np.int16)
     return Rule(by, plus, lowest, highest, first, multiples, rounds, numbers, signed, buckets)
 
 
 class SearchResult(NamedTuple):
     """Result arrays of the search."""
 
-    chosen: NDArray[np.uint16]
+    chosen: NDArray[Any]
     """(rows, sub-blocks, n): codes, or the output of the family's function."""
     scales: NDArray[np.int16]
     """(rows, sub-blocks): the integers."""
