@@ -1,7 +1,7 @@
 """Bit packing and unpacking, derived from a format's `FieldTable`.
 
 =======================  ==========================================================================
-`pack_blocks`            pack the numbers of all fields into blocks, in NumPy
+`pack_blocks`            pack the numbers of all fields into blocks
 `unpack_field`           unpack one field, in NumPy
 `read_number`            read one number, in kernels
 `write_field`            write one field of a block, in kernels
@@ -19,9 +19,13 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd, simd_memory, simd_narrow
+from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane
 from nbflow_kernels.formats.registry import Bytes
+
+LOWEST_BITS, GATHER_BITS, GATHER_PAIRS = 0x0101010101010101, 0x0102040810204080, 0x01041040
+PACK_COST = 3.0  # operations per number, for the choice of thread count
 
 # ---- arrays -------------------------------------------------------------------------------------
 
@@ -44,21 +48,115 @@ def pack_blocks(table: FieldTable, numbers: Mapping[str, NDArray[Any]]) -> Bytes
 
 def pack_field(field: Field, numbers: NDArray[Any], blocks: Bytes) -> None:
     """OR numbers (n, field.n) into blocks (n, block_bytes), whose bits there must be zero."""
-    stored = numbers.astype(np.uint16)
-    if field.radix:
-        stored = stored[:, 0::2] + np.uint16(field.radix) * stored[:, 1::2]
-    stored = stored ^ np.uint16(field.flip)
-    for plane in field.planes:
-        dtype = np.dtype(f"u{plane.word_bytes}").type
-        part = stored[:, plane.first : plane.first + plane.span(field.n_stored)]
-        part = ((part >> np.uint16(plane.shift)) & np.uint16((1 << plane.bits) - 1)).astype(dtype)
-        part = part.reshape(len(part), -1, plane.per_group, plane.stride)
-        words = np.zeros_like(part[:, :, 0])
-        for k in range(plane.per_group):
-            words |= part[:, :, k] << dtype(plane.bit + plane.pitch * k)
-        for k in range(plane.word_bytes):
-            into = _plane_bytes(plane, field.n_stored, blocks, k)
-            into |= (words >> dtype(8 * k)).astype(np.uint8)
+    if numbers.dtype.type not in (np.uint8, np.uint16):
+        numbers = numbers.astype(np.uint16)
+    plane = field.planes[0]
+    if field.bits == plane.bits == 8 * plane.step == 8 * plane.word_bytes and not field.radix:
+        stored = numbers.astype(f"u{plane.step}", copy=False)  # whole words
+        if field.flip:
+            stored = stored ^ stored.dtype.type(field.flip)
+        part = blocks[:, plane.at : plane.at + plane.n_bytes(field.n)]
+        part |= np.ascontiguousarray(stored).view(np.uint8)
+        return
+    planes = np.array([_plane_numbers(plane, field.n_stored) for plane in field.planes])
+    parallel_for(
+        _pack_field, len(blocks), PACK_COST * numbers.size, np.ascontiguousarray(numbers),
+        field.radix, field.flip, planes, blocks,
+    )  # fmt: skip
+
+
+def _plane_numbers(plane: Plane, n: int) -> tuple[int, ...]:
+    """Return a plane of a field of `n` numbers as `_pack_field` takes it."""
+    return (
+        plane.at, (1 << plane.bits) - 1, plane.shift, plane.stride, plane.bit, plane.per_group,
+        plane.first, plane.step, plane.pitch, plane.n_groups(n), plane.word_bytes,
+    )  # fmt: skip
+
+
+@jit.kernel
+def _pack_field(numbers, radix, flip, planes, blocks, start, stop):
+    """Pack the numbers of blocks [start, stop); one kernel for all fields and formats."""
+    size, n = numbers.itemsize, numbers.shape[1]
+    pairs = np.empty(n // 2 if radix else 0, np.uint16)
+    for b in range(start, stop):
+        source, block = simd.address(numbers) + b * n * size, simd.address(blocks)
+        for i in range(len(pairs)):
+            pairs[i] = numbers[b, 2 * i] + radix * numbers[b, 2 * i + 1]
+        for p in range(len(planes)):
+            if radix:
+                _pack_plane(simd.address(pairs), 2, flip, planes[p], block + b * blocks.shape[1])
+            else:
+                _pack_plane(source, size, flip, planes[p], block + b * blocks.shape[1])
+
+
+@jit.device_function
+def _pack_plane(source, size, flip, plane, block):
+    """OR one plane of numbers of `size` bytes at address `source` into the block at `block`."""
+    mask, shift, stride, bit = plane[1], plane[2], plane[3], plane[4]
+    per_group, step, pitch, n_groups, word_bytes = plane[5], plane[7], plane[8], plane[9], plane[10]
+    source, block = source + plane[6] * size, block + plane[0]
+    flips, masks = flip * LOWEST_BITS, mask * LOWEST_BITS
+    is_tight = size == 1 and stride == 1 and step == 1 and bit == 0 and per_group * pitch == 8
+    if is_tight and pitch == 4 and n_groups % 8 == 0:
+        for g in range(0, n_groups, 8):
+            low = _nibbles(((simd_memory.read_i64(source + 2 * g) ^ flips) >> shift) & masks)
+            high = _nibbles(((simd_memory.read_i64(source + 2 * g + 8) ^ flips) >> shift) & masks)
+            eight = simd_memory.read_i64(block + g) | low | (high << 32)
+            simd_memory.write_i64(block + g, eight)
+        return
+    for _ in range(n_groups):
+        if stride >= 8 and size == 1:  # eight numbers at once
+            for k in range(per_group):
+                for r in range(0, stride, 8):
+                    eight = ((simd_memory.read_i64(source + r) ^ flips) >> shift) & masks
+                    eight = simd_memory.read_i64(block + r) | (eight << (bit + pitch * k))
+                    simd_memory.write_i64(block + r, eight)
+                source += stride
+        elif stride > 1:  # words of one byte
+            for k in range(per_group):
+                for r in range(stride):
+                    number = _read(source + r * size, size) ^ flip
+                    _or_byte(block + r, ((number >> shift) & mask) << (bit + pitch * k))
+                source += stride * size
+        elif is_tight and pitch == 1:
+            # the product moves the lowest bit of byte k to bit 56 + k
+            eight = ((simd_memory.read_i64(source) ^ flips) >> shift) & masks
+            _or_byte(block, (eight * GATHER_BITS) >> 56)
+            source += 8
+        elif is_tight and pitch == 2:
+            # the product moves the lowest two bits of byte k to bit 24 + 2 k
+            four = ((simd_memory.read_i32(source) ^ flips) >> shift) & masks & 0xFFFFFFFF
+            _or_byte(block, (four * GATHER_PAIRS) >> 24)
+            source += 4
+        else:
+            word = 0
+            for k in range(per_group):
+                number = _read(source, size) ^ flip
+                word |= ((number >> shift) & mask) << (bit + pitch * k)
+                source += size
+            for k in range(word_bytes):
+                _or_byte(block + k, word >> (8 * k))
+        block += step
+
+
+@jit.device_function
+def _nibbles(eight):
+    """Return 4 bytes of the low nibbles of 8 bytes."""
+    eight = (eight | (eight >> 4)) & 0x00FF00FF00FF00FF
+    eight = (eight | (eight >> 8)) & 0x0000FFFF0000FFFF
+    return (eight | (eight >> 16)) & 0xFFFFFFFF
+
+
+@jit.device_function
+def _read(address, size):
+    """Return the number of 1 or 2 bytes at an address."""
+    return simd_memory.read_u8(address) if size == 1 else simd_memory.read_u16(address)
+
+
+@jit.device_function
+def _or_byte(address, bits):
+    """OR the low 8 bits of a number into the byte at an address."""
+    simd_narrow.write_u8(address, simd_memory.read_u8(address) | (bits & 255))
 
 
 def unpack_field(field: Field, blocks: Bytes) -> NDArray[np.uint16]:

@@ -14,6 +14,7 @@ from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.registry import FORMATS, Bytes, Floats, QuantFormat
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.quantizers.affine_grid import check_affine
+from nbflow_kernels.quantizers.block_range import finite_float32
 from nbflow_kernels.quantizers.gptq import Hessian, gptq_rows, output_errors
 from nbflow_kernels.quantizers.hqq import hqq_rows
 from nbflow_kernels.quantizers.importance import (
@@ -173,20 +174,6 @@ def _quantize_cuda(
         raise UsageError(f"x must have a last axis of at least one weight, got shape {x.shape}")
     data = cuda.quantize(x.reshape(-1, x.shape[-1]), format, quantizer)
     return QuantTensor(format, tuple(x.shape), data)
-
-
-def finite_float32(array: NDArray[Any]) -> NDArray[np.float32]:
-    """Return the array as float32, or raise naming the first non-finite value."""
-    with np.errstate(over="ignore"):
-        values = np.asarray(array, dtype=np.float32)
-    finite = np.isfinite(values)
-    if finite.all():
-        return values
-    where = tuple(int(i) for i in np.argwhere(~finite)[0])
-    raise UsageError(
-        f"x must be finite in float32, got {array[where]} at {list(where)} "
-        f"({finite.size - int(finite.sum())} such values); repair the checkpoint"
-    )
 
 
 def quantize_calibrated(

@@ -8,14 +8,12 @@ GGML's weighted quantizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow_kernels.cpu.llvm import LANES
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.affine_format import (
-    F16_SCALE,
     GGML_ABSMAX,
     GGML_EXTREME,
     GGML_RANGE,
@@ -27,14 +25,9 @@ from nbflow_kernels.quantizers.reference import ggml_legacy, inferflow
 from nbflow_kernels.quantizers.reference.ggml_legacy import QuantizedBlocks
 from nbflow_kernels.quantizers.search.affine import search
 
-SIGN = np.uint16(0x8000)  # of a float16
-SEARCH_COST = 300.0  # multiply-adds a weight costs in the search, for the choice of thread count
+SEARCH_COST = 100.0  # multiply-adds a weight costs in the search, for the choice of thread count
 
-_GGML: dict[int, Callable[[AffineFormat, Floats], QuantizedBlocks]] = {
-    GGML_EXTREME: ggml_legacy.quantize_extreme,
-    GGML_RANGE: ggml_legacy.quantize_range,
-    GGML_ABSMAX: ggml_legacy.quantize_absmax,
-}
+_GGML = (GGML_EXTREME, GGML_RANGE, GGML_ABSMAX)
 
 
 def takes_importance(format: AffineFormat) -> bool:
@@ -53,7 +46,7 @@ def quantize_chunk(
     codes = codes.reshape(x.shape)
     if quantizer == "search":
         weight = counts[None] if importance is None else _relative(format, importance)
-        _search(format, x, weight, codes, parameters.reshape(len(x), -1, 2))
+        _search(format, x, weight, codes, parameters)
     blocks = format.blocks(codes.reshape(-1, format.block_size), parameters.reshape(-1, 2))
     return blocks.reshape(len(x), -1)
 
@@ -75,24 +68,19 @@ def _search(
     parameters: NDArray[np.uint16],
 ) -> None:
     """Search from the published parameters (rows, blocks, 2); codes and both change in place."""
-    # the search takes scales >= 0: a block with a negative scale is searched as its mirror image
-    sign = parameters[:, :, 1] & (SIGN if format.parameters == F16_SCALE else np.uint16(0))
-    if sign.any():
-        x = np.where(np.repeat(sign != 0, format.block_size, axis=1), -x, x)
-        parameters[:, :, 1] ^= sign
     low, high = -format.zero, format.n_codes - 1 - format.zero
+    blocks = x.reshape(-1, format.block_size)
     parallel_for(
-        search, len(x), SEARCH_COST * x.size, x, weight, format.block_size,
-        low, high, format.parameters, codes, parameters,
+        search, -(-len(blocks) // LANES), SEARCH_COST * x.size, blocks, weight,
+        x.shape[1] // format.block_size, low, high, format.parameters,
+        codes.reshape(blocks.shape), parameters.reshape(-1, 2),
     )  # fmt: skip
-    parameters[:, :, 1] ^= sign
 
 
 def _reference(format: AffineFormat, x: Floats) -> QuantizedBlocks:
     """Return codes and stored parameters of the published quantizer, for rows of blocks."""
-    published = _GGML.get(format.rule)
-    if published is not None:
-        return published(format, x.reshape(-1, format.block_size))
+    if format.rule in _GGML:
+        return ggml_legacy.quantize(format, x.reshape(-1, format.block_size))
     codes = np.empty(x.shape, np.uint8)
     parameters = np.empty((len(x), x.shape[1] // format.block_size, 2), np.uint16)
     parallel_for(

@@ -56,11 +56,11 @@ def _fp4(
     format: BlockFormat, search_rule: Rule, scale_bytes: Callable[[Floats], Bytes]
 ) -> BlockQuantizer:
     """Return the quantizers of a format of 4-bit floats; `scale_bytes` as `codebook.e8m0`."""
-    size = format.form.block
+    size, stored = format.form.block, np.zeros(256, np.float32)
+    stored[: len(search_rule.stored)] = search_rule.stored
 
     def reference(x: Floats, importance: Floats | None) -> Bytes:
-        scales = scale_bytes(x.reshape(-1, size)).reshape(len(x), -1)
-        codes = codebook.fp4(x, FP4_LEVELS, search_rule.stored[scales])
+        codes, scales = codebook.fp4(x, FP4_LEVELS, stored, scale_bytes, size)
         return format.pack_blocks(code=codes, d=scales)
 
     def search_rows(x: Floats, weight: Floats) -> Bytes:

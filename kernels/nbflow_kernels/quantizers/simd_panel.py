@@ -13,6 +13,7 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.simd import LANES
+from nbflow_kernels.cpu.simd_compare import choose, less
 
 VECTOR = 64  # bytes
 
@@ -50,3 +51,16 @@ def store_panel(panel, first, target):
         block = target[first + lane]
         for i in range(panel.shape[0]):
             block[i] = np.int32(panel[i, lane])
+
+
+# ---- vectors ------------------------------------------------------------------------------------
+
+
+@jit.device_function(strict=True)
+def clip(v, low, high):
+    """Clamp lanes to the vectors `low` and `high`; NaN gives `low`.
+
+    One instruction per bound on x86, where `simd.maximum` takes three to pass over NaN.
+    """
+    v = choose(less(low, v), v, low)
+    return choose(less(v, high), v, high)

@@ -161,8 +161,9 @@ def _inferflow_fit(format: AffineFormat) -> Any:
 
     @numbers.device
     def fit(weights, codes, out):
+        low, high = inferflow.extent(weights, 0, block)
         base, scale = inferflow.quantize_block(
-            weights, 0, block, n_codes, divisor, kind, midrise, zero, codes
+            weights, block, low, high, n_codes, divisor, kind, midrise, zero, codes
         )
         if kind == U8_PAIR:
             out[base_at] = inferflow.base_byte(base)

@@ -23,6 +23,7 @@ quantize_row_q1_0_ref).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -30,13 +31,14 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.cpu.simd_compare import absolute, bits_of, choose, less
 from nbflow_kernels.formats.block_format import E4M3
 from nbflow_kernels.formats.registry import Bytes, Floats, Halves
 
 TRIES = 7  # iq4: scales tried on either side
 NOTHING = np.float32(1e-15)  # iq4: a smaller largest magnitude counts as zero
 _LARGEST = np.float32(np.finfo(np.float32).max).view(np.int32)
-IQ4_COST, FP4_COST, ROUND_COST = 600.0, 60.0, 8.0  # operations per weight
+IQ4_COST, FP4_COST, ROUND_COST = 600.0, 12.0, 8.0  # operations per weight
 
 
 def no_importance() -> Floats:
@@ -175,6 +177,7 @@ def e4m3(x: Floats) -> Bytes:
     return np.where(scale < numbers[8], subnormal, code).astype(np.uint8)
 
 
+@functools.cache
 def thresholds(scale_bytes: Callable[[Floats], Bytes]) -> NDArray[np.int32]:
     """Return, for each byte, the bits of the least float32 magnitude whose scale byte reaches it.
 
@@ -192,20 +195,66 @@ def thresholds(scale_bytes: Callable[[Floats], Bytes]) -> NDArray[np.int32]:
     return high.astype(np.int32)
 
 
-def fp4(x: Floats, values: Floats, steps: Floats) -> Bytes:
-    """Return the nearest codes, the lowest of equals, of rows for the steps (rows, K / size)."""
-    codes = np.empty(x.shape, np.uint8)
-    parallel_for(_fp4, len(x), FP4_COST * x.size, x, values, steps, codes)
-    return codes
+def fp4(
+    x: Floats, values: Floats, stored: Floats, scale_bytes: Callable[[Floats], Bytes], size: int
+) -> tuple[Bytes, Bytes]:
+    """Return codes (rows, K), the nearest, and scale bytes (rows, K / size) of rows of weights.
+
+    `values` are those of the codes, `stored` those of the bytes; `scale_bytes` is as in
+    `thresholds`.
+    """
+    codes, scales = np.empty(x.shape, np.uint8), np.empty((len(x), x.shape[1] // size), np.uint8)
+    parallel_for(
+        _fp4, len(x), FP4_COST * x.size, x, values, stored, thresholds(scale_bytes), codes, scales
+    )
+    return codes, scales
 
 
 @jit.kernel(strict=True)
-def _fp4(x, values, steps, codes, start, stop):
-    """Choose the nearest codes of rows [start, stop)."""
-    size = x.shape[1] // steps.shape[1]
+def _fp4(x, values, stored, bits_of_bytes, codes, scales, start, stop):
+    """Choose the scales and the nearest codes of rows [start, stop); see `fp4_code`."""
+    size = x.shape[1] // scales.shape[1]
+    chosen = np.empty(16, np.int32)
     for row in range(start, stop):
-        for i in range(x.shape[1]):
-            codes[row, i] = fp4_code(x[row, i], values, steps[row, i // size])
+        for b in range(scales.shape[1]):
+            at = simd.address(x) + 4 * (row * x.shape[1] + b * size)
+            largest = simd.splat(0.0)
+            for i in range(0, 4 * size, 64):
+                v = absolute(simd.load_f32(at + i))
+                largest = choose(less(largest, v), v, largest)
+            scales[row, b] = _byte_of(bits_of(simd.max(largest)), bits_of_bytes)
+            step = stored[scales[row, b]]
+            for i in range(0, size, 16):
+                v = simd.load_f32(at + 4 * i)
+                simd.store_i32(simd.address(chosen), _fp4_codes(v, values, step))
+                out = codes[row, b * size + i : b * size + i + 16]
+                for j in range(16):
+                    out[j] = np.uint8(chosen[j])
+
+
+@jit.device_function(strict=True)
+def _byte_of(bits, bits_of_bytes):
+    """Return the largest byte that a magnitude with these bits reaches."""
+    byte = 0
+    for k in range(7, -1, -1):
+        byte += (bits_of_bytes[byte + (1 << k)] <= bits) << k
+    return byte
+
+
+@jit.device_function(strict=True)
+def _fp4_codes(x, values, step):
+    """Return `fp4_code` of 16 weights: of the values of their sign, as codes 8 .. 15 are -0 .. 7.
+
+    With a scale >= 0 no value of the other sign is nearer than 0.
+    """
+    zero, magnitude = simd.splat(0.0), absolute(x)
+    best, error = simd.splat_i32(0), magnitude
+    for code in range(1, 8):
+        this = absolute(simd.sub(simd.splat(values[code] * step), magnitude))
+        more = less(this, error)
+        best, error = choose(more, simd.splat_i32(code), best), choose(more, this, error)
+    some = simd.and_(less(x, zero), less(zero, simd.to_f32(best)))
+    return choose(some, simd.add(best, simd.splat_i32(8)), best)
 
 
 @jit.device_function(strict=True)

@@ -24,6 +24,7 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.cpu.simd_compare import choose, less
 from nbflow_kernels.formats.ggml.iq_grids import OnGrid
 from nbflow_kernels.formats.registry import Floats
 from nbflow_kernels.quantizers.grid_neighbours import neighbours
@@ -32,6 +33,9 @@ from nbflow_kernels.quantizers.reference.codebook import no_importance
 COST = 2000.0  # operations per weight, for the choice of thread count
 
 LOSSES = 64 + 256  # scratch floats of `point_of`
+MOST_TRIALS = 32  # at least 2 * tries + 1 of all recipes
+FEW_POINTS = 12  # lists of more neighbours are faster with sums of four losses in a table
+INVERSE, STEP, SUM_X, SUM_Q = range(4)
 AGAIN_OFF_GRID, AGAIN_ALL, AGAIN_ALWAYS = 0, 1, 2
 
 
@@ -98,8 +102,10 @@ def _quantize(x, importance, recipe, near, out, start, stop):
     weight, root, value = np.empty((3, sub), np.float32)
     found = np.empty(256 // sub, np.float32)
     scratch = (
-        np.empty(sub // dimensions, np.uint16), np.empty((2, sub // dimensions), np.bool_),
-        np.empty(LOSSES, np.float32), np.empty(sub, np.uint8),
+        np.empty((sub // dimensions, MOST_TRIALS), np.uint16),
+        np.empty((sub // dimensions, MOST_TRIALS + 1), np.bool_), np.empty(LOSSES, np.float32),
+        np.empty(sub, np.uint8), np.empty((4, MOST_TRIALS), np.float32),
+        np.empty(MOST_TRIALS, np.int32),
     )  # fmt: skip
     for row in range(start, stop):
         q = importance[min(row, len(importance) - 1)] if len(importance) else importance.reshape(-1)
@@ -203,31 +209,26 @@ def first_scale(value, weight, nothing, again, n_levels, codes):
 @jit.device_function(strict=True)
 def _best_scale(value, weight, root, scale, middle, recipe, near, points, scratch):
     """Choose the points of a sub-block by the scales around `middle`; return the best scale."""
-    tried, off, losses, _ = scratch
+    tried, off, losses, _, trials, codes = scratch
     first, lists, grid, dimensions = near.first, near.points, near.grid, near.dimensions
-    highest = np.float32(2 * recipe.n_levels - 1)
     best, any_off = np.float32(0), recipe.again != AGAIN_OFF_GRID
     for k in range(len(points)):
-        off[0, k] = any_off
-    for i in range(-recipe.tries, recipe.tries + 1):
-        inverse = (highest + np.float32(i) * recipe.distance) / middle
-        step = np.float32(1) / inverse
-        for k in range(len(points)):
-            tried[k], off[1, k] = point_of(
-                value, root, k, inverse, step, first, lists, grid, dimensions, losses
-            )
-        qx, qq = sums(value, weight, grid, dimensions, tried)
+        off[k, MOST_TRIALS] = any_off
+    n_trials = 2 * recipe.tries + 1
+    _try_scales(value, weight, root, middle, recipe, near, tried, off, losses, trials, codes)
+    for i in range(n_trials):
+        qx, qq = trials[SUM_X, i], trials[SUM_Q, i]
         if qq > 0 and qx * qx > best * qq:
             scale = qx / qq
             best = scale * qx
             any_off = recipe.again == AGAIN_ALWAYS
             for k in range(len(points)):
-                points[k], off[0, k] = tried[k], off[1, k]
-                any_off |= off[1, k]
+                points[k], off[k, MOST_TRIALS] = tried[k, i], off[k, i]
+                any_off |= off[k, i]
     if scale > 0 and any_off:
         inverse = np.float32(1) / scale
         for k in range(len(points)):
-            if off[0, k] or recipe.again != AGAIN_OFF_GRID:
+            if off[k, MOST_TRIALS] or recipe.again != AGAIN_OFF_GRID:
                 points[k], _ = point_of(
                     value, root, k, inverse, scale, first, lists, grid, dimensions, losses
                 )
@@ -235,6 +236,101 @@ def _best_scale(value, weight, root, scale, middle, recipe, near, points, scratc
         if qq > 0:
             scale = qx / qq
     return scale
+
+
+@jit.device_function(strict=True)
+def _try_scales(value, weight, root, middle, recipe, near, tried, off, losses, trials, codes):
+    """Choose the points of a sub-block for each trial scale, and add up `sums`.
+
+    A SIMD lane holds a trial: `trials` (4, MOST_TRIALS) are the INVERSE scales, their reciprocals
+    STEP, SUM_X and SUM_Q.  `codes` int32 (MOST_TRIALS,) are the rounded weights of a group, then
+    its grid points.
+    """
+    first, lists, grid, dimensions = near.first, near.points, near.grid, near.dimensions
+    width = 2 if dimensions == 8 else 3
+    highest = np.float32(2 * recipe.n_levels - 1)
+    n_trials = 2 * recipe.tries + 1
+    for i in range(MOST_TRIALS):
+        trials[INVERSE, i] = (highest + np.float32(i - recipe.tries) * recipe.distance) / middle
+        trials[STEP, i] = np.float32(1) / trials[INVERSE, i]
+        trials[SUM_X, i] = trials[SUM_Q, i] = np.float32(0)
+    inverse_at, code_at = simd.address(trials), simd.address(codes)
+    sum_at = inverse_at + 4 * SUM_X * MOST_TRIALS
+    top = simd.splat(recipe.n_levels - 1)
+    zero, one, half = simd.splat(0.0), simd.splat(1.0), simd.splat(0.5)
+    for k in range(value.shape[0] // dimensions):
+        at = k * dimensions
+        for t in range(0, 4 * n_trials, 64):
+            inverse, bits = simd.load_f32(inverse_at + t), simd.splat_i32(0)
+            for i in range(dimensions):
+                level = simd.sub(simd.mul(inverse, simd.splat(value[at + i])), one)
+                level = simd.rint(simd.mul(half, level))
+                level = choose(less(level, top), level, top)
+                level = simd.to_i32(choose(less(zero, level), level, zero))
+                bits = simd.or_(bits, simd.shl(level, simd.splat_i32(width * i)))
+            simd.store_i32(code_at + t, bits)
+        for t in range(n_trials):
+            bits = codes[t]
+            point = lists[first[bits]]
+            off[k, t] = grid[point] != bits
+            if off[k, t]:
+                if dimensions == 8:
+                    point = _near_8(value, root, at, trials[STEP, t], bits, near, losses)
+                else:
+                    point = _near_4(value, root, at, trials[STEP, t], bits, near, losses)
+            tried[k, t], codes[t] = point, grid[point]
+        for t in range(0, 4 * n_trials, 64):
+            bits, to = simd.load_i32(code_at + t), sum_at + t
+            qx, qq = simd.load_f32(to), simd.load_f32(to + 4 * MOST_TRIALS)
+            for i in range(dimensions):
+                level = simd.shr(bits, simd.splat_i32(width * i))
+                level = simd.to_f32(simd.and_(level, simd.splat_i32((1 << width) - 1)))
+                q, w = simd.add(simd.add(level, level), one), weight[at + i]
+                qx = simd.add(qx, simd.mul(simd.splat(w * value[at + i]), q))
+                qq = simd.add(qq, simd.mul(simd.mul(simd.splat(w), q), q))
+            simd.store_f32(to, qx)
+            simd.store_f32(to + 4 * MOST_TRIALS, qq)
+
+
+@jit.device_function(strict=True)
+def _near_4(value, root, at, step, bits, near, losses):
+    """Return the point near `bits` with the least loss; see `point_of`."""
+    for i in range(4):
+        for level in range(8):
+            difference = step * np.float32(2 * level + 1) - value[at + i]
+            losses[8 * i + level] = root[at + i] * difference * difference
+    first, lists, grid = near.first, near.points, near.grid
+    best, least = lists[first[bits]], np.float32(3.4028235e38)
+    for n in range(first[bits], first[bits + 1]):
+        point = np.int64(grid[lists[n]])
+        loss = losses[point & 7] + losses[8 + ((point >> 3) & 7)]
+        loss = loss + losses[16 + ((point >> 6) & 7)] + losses[24 + (point >> 9)]
+        if loss < least:
+            best, least = lists[n], loss
+    return best
+
+
+@jit.device_function(strict=True)
+def _near_8(value, root, at, step, bits, near, losses):
+    """Return the point near `bits` with the least loss; see `point_of`."""
+    for i in range(8):
+        for level in range(3):
+            difference = step * np.float32(2 * level + 1) - value[at + i]
+            losses[8 * i + level] = root[at + i] * difference * difference
+    first, lists, grid = near.first, near.points, near.grid
+    start, stop = first[bits], first[bits + 1]
+    if stop - start > FEW_POINTS:
+        return _nearest_of_8(first, lists, grid, bits, losses)
+    best, least = lists[start], np.float32(3.4028235e38)
+    for n in range(start, stop):
+        point = np.int64(grid[lists[n]])
+        loss = losses[point & 3] + losses[8 + ((point >> 2) & 3)]
+        loss = loss + losses[16 + ((point >> 4) & 3)] + losses[24 + ((point >> 6) & 3)]
+        loss = loss + losses[32 + ((point >> 8) & 3)] + losses[40 + ((point >> 10) & 3)]
+        loss = loss + losses[48 + ((point >> 12) & 3)] + losses[56 + (point >> 14)]
+        if loss < least:
+            best, least = lists[n], loss
+    return best
 
 
 @jit.device_function(strict=True)

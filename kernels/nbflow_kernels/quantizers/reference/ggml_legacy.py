@@ -18,16 +18,22 @@ from numpy.typing import NDArray
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.llvm import LANES
 from nbflow_kernels.cpu.parallel_for import parallel_for
-from nbflow_kernels.formats.affine_format import GGML_EXTREME, AffineFormat
+from nbflow_kernels.formats.affine_format import (
+    GGML_ABSMAX,
+    GGML_EXTREME,
+    GGML_RANGE,
+    AffineFormat,
+)
 from nbflow_kernels.formats.registry import Bytes, Floats
 from nbflow_kernels.quantizers import simd_panel
+from nbflow_kernels.quantizers.block_range import smallest_and_largest
 from nbflow_kernels.quantizers.reference import ggml_scale_fit
 
 QuantizedBlocks = tuple[Bytes, NDArray[np.uint16]]
 """Codes (n, block_size) and stored parameters (n, 2: base, scale) of blocks."""
 
 SIZE = 32  # weights of a block
-FIT_COST = 250.0  # multiply-adds a weight costs, for the choice of thread count
+FIT_COST, ROUND_COST = 250.0, 4.0  # multiply-adds a weight costs, for the choice of thread count
 
 
 @jit.kernel(strict=True)
@@ -92,47 +98,78 @@ def quantize_weighted(format: AffineFormat, x: Floats, importance: Floats) -> Qu
 # ---- without importance -------------------------------------------------------------------------
 
 
-def _inverse(scale: Floats) -> Floats:
-    """Return 1 / scale of blocks (n,) as a column, 0 for 0."""
-    result = np.zeros((len(scale), 1), np.float32)
-    np.divide(np.float32(1), scale[:, None], out=result, where=scale[:, None] != 0)
-    return result
+def quantize(format: AffineFormat, x: Floats) -> QuantizedBlocks:
+    """Quantize blocks (n, 32).
+
+    Q4_0, Q5_0: the weight of largest magnitude is -zero * scale.  Q4_1, Q5_1: the codes span
+    minimum to maximum.  Q8_0: the largest magnitude is 127 * scale.
+    """
+    codes = np.empty(x.shape, np.uint8)
+    parameters = np.empty((len(x), 2), np.uint16)
+    parallel_for(
+        _quantize, len(x), ROUND_COST * x.size, x, format.rule, np.float32(format.divisor),
+        format.zero, format.n_codes - 1, codes, parameters,
+    )  # fmt: skip
+    return codes, parameters
 
 
-def _stored(format: AffineFormat, steps: Floats, base: Floats, scale: Floats) -> QuantizedBlocks:
-    """Return whole steps from code 0 as codes, and the parameters as they are stored."""
-    steps = np.where(np.isnan(steps), np.float32(0), steps)
-    codes = np.clip(steps, 0, format.n_codes - 1).astype(np.uint8)
-    stored = [v.astype(np.float16).view(np.uint16) for v in (base, scale)]
-    return codes, np.stack(stored, axis=1)
+@jit.kernel(strict=True)
+def _quantize(x, rule, divisor, zero, top, codes, parameters, start, stop):
+    """Quantize blocks [start, stop)."""
+    for b in range(start, stop):
+        weights = x[b]
+        low, high = smallest_and_largest(weights)
+        base = np.float32(0)
+        if rule == GGML_RANGE:
+            base, scale = low, (high - low) / divisor
+        elif rule == GGML_ABSMAX:
+            scale = max(abs(low), abs(high)) / divisor
+        else:
+            scale = _extreme(weights, low, high) / -divisor
+        inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
+        parameters[b, 0] = simd.float_to_half(base)
+        parameters[b, 1] = simd.float_to_half(scale)
+        if rule == GGML_ABSMAX:
+            _rounded_codes(weights, inverse, np.float32(zero), np.float32(top), codes[b])
+        else:
+            half = np.float32(zero) + np.float32(0.5)
+            _floored_codes(weights, base, inverse, half, np.float32(top), codes[b])
 
 
-def quantize_extreme(format: AffineFormat, x: Floats) -> QuantizedBlocks:
-    """Quantize blocks (n, 32) as Q4_0, Q5_0: the weight of largest magnitude is -zero * scale."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        extreme = x[np.arange(len(x)), np.abs(x).argmax(axis=1)]
-        scale = extreme / np.float32(-format.divisor)
-        steps = np.trunc(x * _inverse(scale) + np.float32(format.zero + 0.5))
-        return _stored(format, steps, np.zeros_like(scale), scale)
+@jit.device_function(strict=True)
+def _extreme(x, low, high):
+    """Return the first weight of largest magnitude of a block from `low` to `high`."""
+    if high != -low:
+        return high if high > -low else low
+    i = 0
+    while abs(x[i]) != high:
+        i += 1
+    return x[i]
 
 
-def quantize_range(format: AffineFormat, x: Floats) -> QuantizedBlocks:
-    """Quantize blocks (n, 32) as Q4_1, Q5_1: the codes span minimum to maximum."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        base = x.min(axis=1)
-        scale = (x.max(axis=1) - base) / np.float32(format.divisor)
-        steps = np.trunc((x - base[:, None]) * _inverse(scale) + np.float32(0.5))
-        return _stored(format, steps, base, scale)
+@jit.device_function(strict=True)
+def _floored_codes(x, base, inverse, half, top, codes):
+    """Write the codes of steps from `base`, rounded by adding `half`; NaN is code 0."""
+    for i in range(len(x)):
+        step = (x[i] - base) * inverse + half
+        step = step if step > 0 else np.float32(0)
+        codes[i] = np.uint8(np.int32(step if step < top else top))
 
 
-def quantize_absmax(format: AffineFormat, x: Floats) -> QuantizedBlocks:
-    """Quantize blocks (n, 32) as Q8_0; adding 0.5 and cutting off would round 0.49999997 up."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        scale = np.abs(x).max(axis=1) / np.float32(format.divisor)
-        quotient = x * _inverse(scale)
-        whole = np.trunc(quotient)
-        halves_up = np.abs(quotient - whole) >= np.float32(0.5)
-        steps = whole + np.copysign(halves_up.astype(np.float32), quotient)
-        # a NaN is code 0 of -128..127
-        steps = np.where(np.isnan(steps), np.float32(0), steps) + np.float32(format.zero)
-        return _stored(format, steps, np.zeros_like(scale), scale)
+@jit.device_function(strict=True)
+def _rounded_codes(x, inverse, zero, top, codes):
+    """Write the codes of steps around `zero`, halves rounded away from it; NaN is code `zero`.
+
+    Adding 0.5 and cutting off would round 0.49999997 up.
+    """
+    for i in range(len(x)):
+        step = x[i] * inverse
+        step = step if step == step else np.float32(0)  # false for NaN
+        step = step if step > -1000 else np.float32(-1000)
+        step = step if step < 1000 else np.float32(1000)
+        whole = np.float32(np.int32(step))
+        rest = step - whole
+        whole += np.float32(rest >= np.float32(0.5)) - np.float32(rest <= np.float32(-0.5))
+        code = whole + zero
+        code = code if code > 0 else np.float32(0)
+        codes[i] = np.uint8(np.int32(code if code < top else top))

@@ -9,6 +9,7 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.formats.affine_format import F16_SCALE, U8_PAIR
+from nbflow_kernels.quantizers.block_range import smallest_and_largest
 
 CUTOFF = np.float32(1e-5)  # smaller scales count as zero
 COST = 10.0  # operations per weight, for the choice of thread count
@@ -21,7 +22,7 @@ def _floored(step, n_codes):
         return 0
     if step >= np.float32(n_codes):
         return n_codes - 1
-    return int(step)
+    return np.int32(step)
 
 
 @jit.device_function(inline="always")
@@ -66,7 +67,7 @@ def scale_byte(scale):
 def signed_code(x, inverse, n_codes, zero):
     """Return the code of a weight, halves rounded away from zero."""
     step = x * inverse
-    size = int(abs(step) + np.float32(0.5))
+    size = np.int32(abs(step) + np.float32(0.5))
     code = (size if step >= 0 else -size) + zero
     return min(max(code, 0), n_codes - 1)
 
@@ -78,17 +79,16 @@ def range_code(x, low, inverse, offset, n_codes):
 
 
 @jit.device_function(inline="always")
-def quantize_block(x, at, block, n_codes, divisor, kind, midrise, zero, codes):
-    """Write the codes of the block at `at`; return its float32 base and scale.
+def quantize_block(x, block, low, high, n_codes, divisor, kind, midrise, zero, codes):
+    """Write the codes of a block from `low` to `high`; return its float32 base and scale.
 
     `kind` is how parameters are stored, as in `nbflow_kernels.formats.affine_format`.
     """
-    low, high = extent(x, at, block)
     offset = np.float32(1e-4) if midrise else np.float32(0.5)
     if kind == F16_SCALE:
         scale = max(abs(low), abs(high)) / divisor
         inverse = inverse_of(scale)
-        for i in range(at, at + block):
+        for i in range(block):
             codes[i] = signed_code(x[i], inverse, n_codes, zero)
         base = np.float32(0)
     else:
@@ -96,7 +96,7 @@ def quantize_block(x, at, block, n_codes, divisor, kind, midrise, zero, codes):
             low = on_grid(low)
         scale = (high - low) / divisor
         inverse = inverse_of(scale)
-        for i in range(at, at + block):
+        for i in range(block):
             codes[i] = range_code(x[i], low, inverse, offset, n_codes)
         base = low + scale / np.float32(2) if midrise else low
     return base, scale
@@ -107,9 +107,12 @@ def quantize(x, block, n_codes, divisor, kind, midrise, zero, codes, parameters,
     """Write codes and stored base and scale of rows [start, stop)."""
     for row in range(start, stop):
         for b in range(x.shape[1] // block):
+            weights = x[row, b * block : (b + 1) * block]
+            low, high = smallest_and_largest(weights)
             base, scale = quantize_block(
-                x[row], b * block, block, n_codes, divisor, kind, midrise, zero, codes[row]
-            )
+                weights, block, low, high, n_codes, divisor, kind, midrise, zero,
+                codes[row, b * block : (b + 1) * block],
+            )  # fmt: skip
             if kind == U8_PAIR:
                 parameters[row, b, 0] = base_byte(base)
                 parameters[row, b, 1] = scale_byte(scale)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu.llvm import LANES
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.registry import Floats
+from nbflow_kernels.quantizers.search import single_scale
 from nbflow_kernels.quantizers.search.two_level_scales import (
     Rule,
     SearchResult,
@@ -24,8 +26,18 @@ def search(
 
     `weight` (1 or rows, K) weighs the squared error of each weight.
     """
+    middles = (levels[1:] + levels[:-1]) / 2
+    if block == sub_block and rule.by == 0:
+        blocks = x.reshape(-1, block)
+        codes, d = np.empty(blocks.shape, np.uint8), np.empty(len(blocks), np.uint16)
+        parallel_for(
+            single_scale.search, -(-len(blocks) // LANES), COST * x.size, blocks, weight,
+            x.shape[1] // block, levels, middles, rule, codes, d,
+        )  # fmt: skip
+        scales = np.zeros((len(x), len(blocks) // len(x)), np.int16)
+        return SearchResult(codes.reshape(len(x), -1, block), scales, d.reshape(len(x), -1))
     out = empty_result(x, block, sub_block, sub_block)
-    tables = levels, (levels[1:] + levels[:-1]) / 2
+    tables = levels, middles
     parallel_for(_search, len(x), COST * x.size, x, weight, tables, rule, *out)
     return out
 

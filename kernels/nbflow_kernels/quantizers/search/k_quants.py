@@ -23,7 +23,7 @@ import numpy as np
 from nbflow_kernels.cpu import jit, simd, simd_compare, simd_memory
 from nbflow_kernels.cpu.simd_compare import absolute, choose, differs, less
 from nbflow_kernels.quantizers import simd_panel
-from nbflow_kernels.quantizers.simd_panel import VECTOR
+from nbflow_kernels.quantizers.simd_panel import VECTOR, clip
 
 SUPER = 256  # weights of a super-block
 HUGE = 3e38
@@ -46,7 +46,7 @@ VECTORS = 3 * SUPER + 6 * 16 + 10
 @jit.device_function(strict=True)
 def _cut(v, low, high):
     """Clamp lanes to the scalars `low` and `high`."""
-    return simd.minimum(simd.maximum(v, simd.splat(low)), simd.splat(high))
+    return clip(v, simd.splat(low), simd.splat(high))
 
 
 @jit.device_function(strict=True)

@@ -26,15 +26,17 @@ q1_0      0.586  0.586    iq2_xxs   0.338  0.323    q2_0      0.697  0.343
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.simd_compare import bits_of
 from nbflow_kernels.formats.registry import Floats
 
 F16_MAX = 65504.0
+BUCKET_BITS = 20  # the high bits of a float32 left: its exponent and three of its fraction
 
 
 class Rule(NamedTuple):
@@ -55,6 +57,9 @@ class Rule(NamedTuple):
     """Storable values of d, ascending; empty for float16."""
     signed: bool
     """True if d has a sign: `starts` then refer to the signed weight of largest magnitude."""
+    buckets: NDArray[np.int16]
+    """Index in `stored` of the last number not above the least float32 with given high bits, where
+    `nearest_stored` begins; by the bits without the lowest `BUCKET_BITS`."""
 
 
 def rule(
@@ -71,13 +76,16 @@ def rule(
     first, multiples, numbers = (
         np.array(v, np.float32).reshape(-1) for v in (starts, tops, stored)
     )
-    return Rule(by, plus, lowest, highest, first, multiples, rounds, numbers, signed)
+    least = (np.arange(0x7F800000 >> BUCKET_BITS, dtype=np.uint32) << BUCKET_BITS).view(np.float32)
+    below = np.searchsorted(numbers, np.append(least, np.float32(np.inf)), side="right") - 1
+    buckets = np.clip(below, 0, max(0, len(numbers) - 2)).astype(np.int16)
+    return Rule(by, plus, lowest, highest, first, multiples, rounds, numbers, signed, buckets)
 
 
 class SearchResult(NamedTuple):
     """Result arrays of the search."""
 
-    chosen: NDArray[np.uint16]
+    chosen: NDArray[Any]
     """(rows, sub-blocks, n): codes, or the output of the family's function."""
     scales: NDArray[np.int16]
     """(rows, sub-blocks): the integers."""
@@ -86,22 +94,20 @@ class SearchResult(NamedTuple):
 
 
 @jit.device_function
-def _store(value, stored):
-    """Return the index or bits of the storable number nearest to a value."""
+def nearest_stored(value, stored, buckets):
+    """Return the index or bits of the storable number nearest to a value; see `Rule`."""
     if len(stored) == 0:
         return np.int64(simd.float_to_half(min(max(value, -F16_MAX), F16_MAX)))
-    low, high = 0, len(stored) - 1
-    while high - low > 1:
-        middle = (low + high) >> 1
-        if stored[middle] <= value:
-            low = middle
-        else:
-            high = middle
+    bits = bits_of(value if value > 0 else np.float32(0))
+    low, last = np.int64(buckets[bits >> BUCKET_BITS]), len(stored) - 2
+    while low < last and stored[low + 1] <= value:
+        low += 1
+    high = low + 1
     return low if value - stored[low] < stored[high] - value else high
 
 
 @jit.device_function
-def _number(index, stored):
+def stored_number(index, stored):
     """Return the number of an index or of float16 bits, NaN if out of range."""
     if len(stored) == 0:
         value = simd.half_to_float(np.uint16(index))
@@ -215,19 +221,21 @@ def search_rows(evaluate, x, weight, tables, rule, chosen, scales, d, start, sto
                 )
                 if abs(ideal[s]) > abs(largest):
                     largest = ideal[s]
-            best, index = _store(largest / rule.tops[0] / norm, rule.stored), np.int64(0)
+            best = nearest_stored(largest / rule.tops[0] / norm, rule.stored, rule.buckets)
+            index = np.int64(0)
             least, sum_x, sum_q = np.float32(np.inf), np.float32(0), np.float32(0)
             for attempt in range(n_attempts + 3):
                 before = index
                 if attempt >= n_attempts:  # the neighbours of the best, at last the best
                     index = best + (0, 1, -1)[n_attempts + 2 - attempt]
                 elif attempt % rule.rounds == 0:
-                    index = _store(largest / rule.tops[attempt // rule.rounds] / norm, rule.stored)
+                    top = rule.tops[attempt // rule.rounds]
+                    index = nearest_stored(largest / top / norm, rule.stored, rule.buckets)
                 elif sum_q > 0:
-                    index = _store(sum_x / sum_q / norm, rule.stored)
+                    index = nearest_stored(sum_x / sum_q / norm, rule.stored, rule.buckets)
                 if index == before and attempt > 0 and attempt < n_attempts + 2:
                     continue
-                number = _number(index, rule.stored)
+                number = stored_number(index, rule.stored)
                 if not np.isfinite(number):
                     continue
                 is_last = attempt == n_attempts + 2
