@@ -165,11 +165,15 @@ def _add_codes(missing: dict[tuple[Any, ...], GraphNode]) -> None:
         _codes[key] = dataclasses.replace(code, trampoline=function)
 
 
+def signature_of(call: GraphNode) -> tuple[Any, ...]:
+    """Return the Numba types that a call's kernel is compiled for."""
+    return (*(numba.typeof(a) for a in call.args), types.int64, types.int64)
+
+
 def _machine_code(call: GraphNode) -> _Code:
     """Compile a call's kernel for its arguments, or find it compiled."""
     kernel: Any = call.kernel
-    key = tuple(numba.typeof(a) for a in call.args)
-    signature = (*key, types.int64, types.int64)
+    signature = signature_of(call)
     if signature not in kernel.overloads:
         kernel.compile(signature)
     compiled = kernel.overloads[signature]
