@@ -23,7 +23,6 @@ from nbflow.engine.sampler import (
     gather_logprobs,
     gather_top,
     log_probabilities,
-    rows_of,
     sample_ahead,
     sample_tokens,
     state_of,
@@ -32,6 +31,7 @@ from nbflow.engine.scheduler import ScheduledRequest
 from nbflow.engine.search.base import Continuation
 from nbflow.engine.search.runtime import advance, compute_rows, empty_rows
 from nbflow.engine.speculative.rejection_sampler import rejection_sample
+from nbflow.sampling.strategy import rows_of
 from nbflow.tokenization import Tokenizer
 from nbflow_kernels.arrays import on_host
 from nbflow_kernels.errors import UsageError
