@@ -134,6 +134,11 @@ def cache_folder(path: Path) -> Path:
     return cache_root() / f"{path.parent.name}.{path.stem}-{source_digest(path)}"
 
 
+def lock_path(entry: Path) -> Path:
+    """Return the lock file of an entry."""
+    return entry.with_suffix(".lock")
+
+
 class KeyedFiles(caching.IndexDataCacheFile):
     """Cache files of one function, replacing Numba's index and numbered files.
 
@@ -179,7 +184,7 @@ class KeyedFiles(caching.IndexDataCacheFile):
         """Return the lock of a key's entry; None if no entry may be saved."""
         if not self._may_save():
             return None
-        return FileLock(self.path(key).with_suffix(".lock"))
+        return FileLock(lock_path(self.path(key)))
 
     def path(self, key: Any) -> Path:
         """Return the file of a key's entry."""
@@ -270,7 +275,14 @@ class KernelCache(caching.FunctionCache):
 
     def holds(self, sig: Any, target_context: Any) -> bool:
         """Return whether the folder has an entry of a signature, without loading it."""
-        return self._cache_file.path(self._index_key(sig, target_context.codegen())).exists()
+        return self._entry(sig, target_context).exists()
+
+    def is_locked(self, sig: Any, target_context: Any) -> bool:
+        """Return whether a process has locked the entry of a signature."""
+        return lock_path(self._entry(sig, target_context)).exists()
+
+    def _entry(self, sig: Any, target_context: Any) -> Path:
+        return self._cache_file.path(self._index_key(sig, target_context.codegen()))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the entry of a signature; None if it is absent or unusable.

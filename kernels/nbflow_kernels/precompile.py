@@ -1,9 +1,10 @@
-"""Compile attention in a helper process, while the calling process compiles the other kernels.
+"""Compile attention in a helper process, while the caller compiles the other kernels.
 
-Attention takes half the time that an empty kernel cache costs before a model's first token.  The
-helper writes its machine code to the cache (`nbflow_kernels.jit_cache`), from where the caller
-loads it; whichever process comes first to a kernel compiles it, and the other waits.  The helper
-is a new interpreter and ends after its few kernels, with the caller, or after `LONGEST_S`.
+Attention takes 40 % of the time that an empty kernel cache costs before a model's first token.
+The helper compiles it, and the kernel that appends keys and values, into the cache on disk
+(`nbflow_kernels.jit_cache`).  Whichever process comes first to a kernel compiles it; the other one
+waits and loads it.  The helper is a new interpreter.  It ends after its two kernels, with the
+caller, or after `LONGEST_S`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.attention.cpu import launch
-from nbflow_kernels.attention.plan import AttentionPlan, plan_into
+from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.cpu.graph import GraphNode, signature_of
 from nbflow_kernels.cpu.jit import CachedKernel
 from nbflow_kernels.cpu.parallel_for import capture, set_num_threads
 from nbflow_kernels.cpu.thread_pool import available_cores
+from nbflow_kernels.kv_cache.cpu import append_paged_kv_cache
 
 VARIABLE = "NBFLOW_COMPILE_HELPER"
 LONGEST_S = 600.0
@@ -68,32 +70,42 @@ def start_helper(kinds: tuple[int, int], dims: tuple[int, int]) -> subprocess.Po
 
 
 def compile_attention(kinds: tuple[int, int], dims: tuple[int, int]) -> None:
-    """Compile attention and its scheduler into the cache; the program of the helper."""
+    """Compile attention and what writes its keys and values; the program of the helper."""
     threading.Thread(target=_end_with_caller, daemon=True).start()
     timer = threading.Timer(LONGEST_S, os._exit, (1,))
     timer.daemon = True
     timer.start()
     set_num_threads(1)
-    call = _attention(kinds, dims)
-    kernel: Any = call.kernel
-    kernel.compile(signature_of(call))
-    plan_into(_plan(dims), *(np.array(a, np.int32) for a in ([0, 1], [0, 1], [0], [1])))
-
-
-def _plan(dims: tuple[int, int]) -> AttentionPlan:
-    return AttentionPlan((1, 1, *dims), _PAGE)
+    for call in (_append(kinds, dims), _attention(kinds, dims)):
+        kernel: Any = call.kernel
+        kernel.compile(signature_of(call))
 
 
 def _attention(kinds: tuple[int, int], dims: tuple[int, int]) -> GraphNode:
     """Return the launch of a model's attention kernel, which is not made."""
-    plan = _plan(dims)
+    plan = AttentionPlan((1, 1, *dims), _PAGE)
     plan.n_shares = 1
     q, out = (np.zeros((1, 1, d), np.float32) for d in dims)
-    keys, values = (np.zeros((1, _PAGE, 1, d), np.float32) for d in dims)
+    keys, values = _caches(dims)
     with capture() as seen:
         launch.attend(plan, q, keys, values, out, None, kinds)
     (call,) = seen.calls
     return call
+
+
+def _append(kinds: tuple[int, int], dims: tuple[int, int]) -> GraphNode:
+    """Return the launch that appends keys and values to the cache, which is not made."""
+    rows = (np.zeros((1, 1, d), np.float32) for d in dims)
+    token, indptr = np.zeros(1, np.int32), np.zeros(2, np.int32)
+    with capture() as seen:
+        append_paged_kv_cache(*rows, token, token, *_caches(dims), token, indptr, "NHD", kinds)
+    (call,) = seen.calls
+    return call
+
+
+def _caches(dims: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    keys, values = (np.zeros((1, _PAGE, 1, d), np.float32) for d in dims)
+    return keys, values
 
 
 def _end_with_caller() -> None:

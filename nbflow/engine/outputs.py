@@ -364,7 +364,8 @@ class StepOutput:
             if token == FAILED_TOKEN:
                 request.fail(error or UsageError("no token could be sampled"))
                 break
-            request.accept(int(token), logprob, self.drawn.top(i, request.n_top_logprobs))
+            n_top = request.n_top_logprobs
+            request.accept(int(token), logprob, self.drawn.top(i, n_top) if n_top else ())
         output.add(n_before)
         if entry.drafts:
             n_right = max(0, len(output.tokens) - 1)

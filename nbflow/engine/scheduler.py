@@ -50,6 +50,24 @@ class ScheduledRequest:
     """Number of its pending tokens that run."""
     drafts: list[int] = field(default_factory=list)
     """Draft tokens that run after them."""
+    emits_token: bool = field(init=False)
+    """True if a new token is sampled."""
+    n_logits: int = field(init=False)
+    """Number of tokens whose logits are needed."""
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.emits_token = self.n_tokens == request.n_pending and request.max_tokens > 0
+        if request.masked:
+            self.n_logits = len(request.masked)
+        elif request.needs_all_logits or request.branches or self.drafts:
+            self.n_logits = self.n_tokens + len(self.drafts)
+        else:
+            self.n_logits = int(self.emits_token)
+
+    def add_drafts(self, drafts: list[int]) -> None:
+        """Set the draft tokens, whose logits are needed as well as those of the pending ones."""
+        self.drafts, self.n_logits = drafts, self.n_tokens + len(drafts)
 
     @property
     def parts(self) -> list[tuple[int, list[int]]]:
@@ -64,21 +82,6 @@ class ScheduledRequest:
                 )
             ]
         return [(request.id, request.pending[: self.n_tokens] + self.drafts)]
-
-    @property
-    def emits_token(self) -> bool:
-        """True if a new token is sampled."""
-        return self.n_tokens == self.request.n_pending and self.request.max_tokens > 0
-
-    @property
-    def n_logits(self) -> int:
-        """Number of tokens whose logits are needed."""
-        request = self.request
-        if request.masked:
-            return len(request.masked)
-        if request.needs_all_logits or request.branches or self.drafts:
-            return self.n_tokens + len(self.drafts)
-        return int(self.emits_token)
 
     @property
     def logit_rows(self) -> Sequence[int]:
@@ -169,7 +172,7 @@ class _Step:
         return entry
 
     def add_drafts(self, entry: ScheduledRequest, drafts: list[int]) -> None:
-        entry.drafts = drafts
+        entry.add_drafts(drafts)
         self.token_budget -= len(drafts)
         self.logit_budget -= len(drafts) + 1
 

@@ -349,7 +349,8 @@ class Worker:
         for entry in scheduled:
             start, end = end, end + entry.n_tokens + len(entry.drafts)
             rows += [start + i for i in entry.logit_rows]
-            rows += [start + i for i in entry.state_rows]
+            if entry.request.pooling is not None:
+                rows += [start + i for i in entry.state_rows]
         n_logits = sum(entry.n_logits for entry in scheduled)
         types = None
         if any(entry.request.pooling and entry.request.pooling.token_types for entry in scheduled):

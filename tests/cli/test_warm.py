@@ -12,12 +12,12 @@ from nbflow_kernels.jit_cache import cache_root
 WORDS = ["warm", "tiny_python", "--n-prompt", "4", "--batch", "2"]
 
 
-def test_a_second_run_compiles_nothing(capsys, capfd, tmp_path, monkeypatch):
+def test_a_second_run_compiles_nothing(capfd, tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as end:
         cli.main(WORDS)
     assert end.value.code == 0
     first = re.fullmatch(r"(\d+) kernels compiled in .* s; (.*) holds (\d+), .* MiB\n",
-                         capsys.readouterr().out)  # fmt: skip
+                         capfd.readouterr().out)  # fmt: skip
     assert first is not None
     assert first[2] == str(cache_root())
     assert int(first[3]) >= 20

@@ -33,6 +33,7 @@ from numba.core import types
 from numba.core.compiler_lock import global_compiler_lock
 
 from nbflow_kernels.cpu import interpreter
+from nbflow_kernels.cpu.jit import CachedKernel
 
 _I64 = ir.IntType(64)
 
@@ -159,10 +160,21 @@ def _kind(value):
 
 
 def _add_codes(missing: dict[tuple[Any, ...], GraphNode]) -> None:
-    codes = {key: _machine_code(call) for key, call in missing.items()}
+    found, left = dict[tuple[Any, ...], _Code](), dict(missing)
+    while left:  # those that other processes are compiling last
+        free = (key for key, call in left.items() if not _is_locked(call))
+        key = next(free, next(iter(left)))
+        found[key] = _machine_code(left.pop(key))
+    codes = {key: found[key] for key in missing}
     functions = _trampolines([code.signature for code in codes.values()])
     for (key, code), function in zip(codes.items(), functions, strict=True):
         _codes[key] = dataclasses.replace(code, trampoline=function)
+
+
+def _is_locked(call: GraphNode) -> bool:
+    """Return whether another process is compiling a call's kernel."""
+    kernel = call.kernel
+    return isinstance(kernel, CachedKernel) and kernel.is_locked(signature_of(call))
 
 
 def signature_of(call: GraphNode) -> tuple[Any, ...]:

@@ -182,6 +182,10 @@ class CachedKernel(CPUDispatcher):
         """Return whether a signature is compiled or has a cache entry."""
         return sig in self.overloads or self._cache.holds(sig, self.targetctx)
 
+    def is_locked(self, sig: Any) -> bool:
+        """Return whether another process is compiling a signature."""
+        return sig not in self.overloads and self._cache.is_locked(sig, self.targetctx)
+
 
 class DeviceFunction(CPUDispatcher):
     """Function for kernels to call; it has no entry point for Python, which would crash."""

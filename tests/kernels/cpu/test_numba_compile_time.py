@@ -13,7 +13,7 @@ from nbflow_kernels import numba_compile_time
 from nbflow_kernels.cpu import jit  # noqa: F401, which installs the shortcuts
 
 SCALARS = (types.int32, types.uint8, types.int64, types.float32, types.float64, types.boolean)
-OPERATORS = (operator.add, operator.truediv, operator.lt, operator.rshift, min)
+OPERATORS = (operator.add, operator.truediv, operator.lt, operator.rshift, operator.eq)
 
 
 def sample(a, n, pair, limit=3):
