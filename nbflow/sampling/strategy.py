@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
@@ -204,8 +204,7 @@ class FilteredSampling(Strategy):
     def launch(
         self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray, out: np.ndarray
     ) -> None:
-        rows = np.arange(len(logits), dtype=np.int32)
-        _launch_filtered([self] * len(rows), logits, rows, seeds, offsets, out)
+        FilteredRows([self] * len(logits)).launch(logits, seeds, offsets, out)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -216,20 +215,44 @@ def _parameters(strategy: FilteredSampling) -> tuple[float, np.ndarray]:
     return temperature, limits_of(1, **filters)[0]
 
 
-def _launch_filtered(
-    strategies: Sequence[FilteredSampling],
-    logits: np.ndarray,
-    rows: np.ndarray,
-    seeds: np.ndarray,
-    offsets: np.ndarray,
-    out: np.ndarray,
-) -> None:
-    """Launch filters and draws of some rows of logits, int32 (B,), each with its strategy."""
-    known = [_parameters(strategy) for strategy in strategies]
-    temperature = np.array([each for each, _ in known], np.float32)
-    limits = np.array([each for _, each in known])
-    variant = cuda if is_cuda(logits) else cpu
-    variant.sample_logits(logits, rows, temperature, limits, True, seeds, offsets, out)
+class FilteredRows:
+    """Temperatures and filters of rows of logits, which one launch reads.
+
+    Parameters
+    ----------
+    strategies : sequence of FilteredSampling
+        Strategy of each row.
+    """
+
+    def __init__(self, strategies: Sequence[Any]) -> None:
+        known = [_parameters(strategy) for strategy in strategies]
+        self.temperature = np.array([each for each, _ in known], np.float32)
+        self.limits = np.array([each for _, each in known])
+
+    def fill(self, strategies: Sequence[Any]) -> None:
+        """Replace the strategies; captured launches read the new ones."""
+        for i, (temperature, limits) in enumerate(map(_parameters, strategies)):
+            self.temperature[i], self.limits[i] = temperature, limits
+
+    def launch(
+        self,
+        logits: np.ndarray,
+        seeds: np.ndarray,
+        offsets: np.ndarray,
+        out: np.ndarray,
+        rows: np.ndarray | None = None,
+    ) -> None:
+        """Write the next token of `rows`, int32 (B,), by default of all; see `Strategy.launch`."""
+        if rows is None:
+            rows = np.arange(len(logits), dtype=np.int32)
+        (cuda if is_cuda(logits) else cpu).sample_logits(
+            logits, rows, self.temperature, self.limits, True, seeds, offsets, out
+        )
+
+
+def is_filtered(strategy: Strategy) -> bool:
+    """Return whether a strategy may be one of `FilteredRows`."""
+    return type(strategy).launch is FilteredSampling.launch
 
 
 def choose_rows(
@@ -265,16 +288,16 @@ def choose_rows(
     """
     groups: dict[Any, list[int]] = {}
     for i, strategy in enumerate(strategies):
-        filtered = type(strategy).launch is FilteredSampling.launch
-        groups.setdefault(FilteredSampling if filtered else strategy, []).append(i)
+        key = FilteredSampling if is_filtered(strategy) else strategy
+        groups.setdefault(key, []).append(i)
     tokens = np.empty(len(rows), np.int32)
     for key, group in groups.items():
         mine = [rows[i] for i in group]
         if key is FilteredSampling:
             out = empty(logits, (len(group),), np.int32)
+            filtered = FilteredRows([strategies[i] for i in group])
             at = np.array(mine, np.int32)
-            filters = cast(Sequence[FilteredSampling], [strategies[i] for i in group])
-            _launch_filtered(filters, logits, at, seeds[group], offsets[group], out)
+            filtered.launch(logits, seeds[group], offsets[group], out, at)
             tokens[group] = on_host(out)
         else:
             some = rows_of(logits, mine)
