@@ -13,7 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from nbflow.cli.options import add_model_arguments, load_model
+from nbflow.cli.options import add_model_arguments, is_printing_rank, load_model
+from nbflow.distributed import world
 from nbflow.engine.llm import LLM
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.jit_cache import cache_root
@@ -48,6 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     with load_model(arguments) as model:
         if model.participates:
             _generate(model, arguments.n_prompt, arguments.batch)
+        prints = is_printing_rank(model)
+    if not prints:
+        return 0
     seconds = time.perf_counter() - started
     added = _entries() - before
     n_bytes = sum(path.stat().st_size for path in _entries())
@@ -60,6 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _in_new_process(folder: Path) -> int:
     """Run the command with another cache folder, which imports have already fixed here."""
+    if world().size > 1:
+        raise UsageError(
+            f"--to {folder} is for one process; under mpirun set the variable {_VARIABLE} for all"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
