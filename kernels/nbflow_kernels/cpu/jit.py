@@ -169,22 +169,30 @@ def kernel(function: Callable[..., Any] | None = None, *, strict: bool = False) 
 
 
 class CachedKernel(CPUDispatcher):
-    """Kernel with a `jit_cache.KernelCache`."""
+    """Kernel with a `jit_cache.KernelCache`; a copy made by a pickle has none."""
 
     def compile(self, sig: Any) -> Any:
         """Compile for a signature, or load from the cache; return the entry point."""
         try:
             return super().compile(sig)
         finally:
-            self._cache.unlock()  # compilation may have failed
+            if isinstance(self._cache, jit_cache.KernelCache):
+                self._cache.unlock()  # compilation may have failed
 
     def is_cached(self, sig: Any) -> bool:
         """Return whether a signature is compiled or has a cache entry."""
-        return sig in self.overloads or self._cache.holds(sig, self.targetctx)
+        return sig in self.overloads or (
+            isinstance(self._cache, jit_cache.KernelCache)
+            and self._cache.holds(sig, self.targetctx)
+        )
 
     def is_locked(self, sig: Any) -> bool:
         """Return whether another process is compiling a signature."""
-        return sig not in self.overloads and self._cache.is_locked(sig, self.targetctx)
+        return (
+            sig not in self.overloads
+            and isinstance(self._cache, jit_cache.KernelCache)
+            and self._cache.is_locked(sig, self.targetctx)
+        )
 
 
 class DeviceFunction(CPUDispatcher):
