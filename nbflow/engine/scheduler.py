@@ -52,12 +52,15 @@ class ScheduledRequest:
     """Draft tokens that run after them."""
     emits_token: bool = field(init=False)
     """True if a new token is sampled."""
+    is_sampled: bool = field(init=False)
+    """True if a strategy samples it (a search does not)."""
     n_logits: int = field(init=False)
     """Number of tokens whose logits are needed."""
 
     def __post_init__(self) -> None:
         request = self.request
         self.emits_token = self.n_tokens == request.n_pending and request.max_tokens > 0
+        self.is_sampled = self.emits_token and request.search is None
         if request.masked:
             self.n_logits = len(request.masked)
         elif request.needs_all_logits or request.branches or self.drafts:
@@ -337,7 +340,11 @@ class Scheduler:
                 self._schedule_prompt(step, request, behind + self._next_waiting())
         self._admit(step)
         # rows of pooled hidden states follow those with logits (`Step.n_logits`)
-        return sorted(step.scheduled.values(), key=lambda entry: entry.request.pooling is not None)
+        entries = list(step.scheduled.values())
+        pooled = [entry for entry in entries if entry.request.pooling is not None]
+        if not pooled:
+            return entries
+        return [entry for entry in entries if entry.request.pooling is None] + pooled
 
     def _schedule_decode(self, step: _Step, request: Request) -> None:
         """Schedule a decoding request, preempting the last request while pages are short."""

@@ -387,7 +387,9 @@ class Worker:
             status.set(WORKING, "draw")
         # some may have ended while the step was in flight
         ended = {w.request.id for w in scheduled if w.request.finish_reason is not None}
-        outputs = [o for o in output.apply(scheduled) if o.request.id not in ended]
+        outputs = output.apply(scheduled)
+        if ended:
+            outputs = [o for o in outputs if o.request.id not in ended]
         for entry in scheduled:
             request = entry.request
             if request.id in ended:
