@@ -13,6 +13,9 @@ Numba numbers the cache files of a function in an index.  Two processes that com
 different types at the same time, as MPI ranks and parallel tests do, take the same number, and the
 index may then name the other's machine code.  Here files are named by their key, contain it, and
 are written atomically by a rename, without an index.
+
+A process that is about to compile an entry locks it; others that need the entry wait and load it.
+The operating system drops the lock of a process that ends.
 """
 
 from __future__ import annotations
@@ -23,11 +26,14 @@ import os
 import pickle
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from numba.core import caching
+
+from nbflow_kernels.file_lock import FileLock
 
 _ROOT = Path(__file__).parent
 
@@ -128,6 +134,11 @@ def cache_folder(path: Path) -> Path:
     return cache_root() / f"{path.parent.name}.{path.stem}-{source_digest(path)}"
 
 
+def lock_path(entry: Path) -> Path:
+    """Return the lock file of an entry."""
+    return entry.with_suffix(".lock")
+
+
 class KeyedFiles(caching.IndexDataCacheFile):
     """Cache files of one function, replacing Numba's index and numbered files.
 
@@ -158,18 +169,25 @@ class KeyedFiles(caching.IndexDataCacheFile):
         if not self._may_save():
             return
         content = self._dump((self._stamp, key, self._dump(data)))
-        with self._open_for_write(str(self._path(key))) as file:
+        with self._open_for_write(str(self.path(key))) as file:
             file.write(content)
 
     def load(self, key: Any) -> Any:
         """Return the entry of a key; None if it is absent or broken."""
         try:
-            stamp, found, data = pickle.loads(self._path(key).read_bytes())
+            stamp, found, data = pickle.loads(self.path(key).read_bytes())
             return pickle.loads(data) if (stamp, found) == (self._stamp, key) else None
         except Exception:  # truncated or foreign pickles can raise anything
             return None
 
-    def _path(self, key: Any) -> Path:
+    def lock(self, key: Any) -> FileLock | None:
+        """Return the lock of a key's entry; None if no entry may be saved."""
+        if not self._may_save():
+            return None
+        return FileLock(lock_path(self.path(key)))
+
+    def path(self, key: Any) -> Path:
+        """Return the file of a key's entry."""
         digest = hashlib.sha256(repr((self._stamp, key)).encode()).hexdigest()[:24]
         return Path(self._cache_path) / f"{self._base}.{digest}.nbc"
 
@@ -252,11 +270,64 @@ class KernelCache(caching.FunctionCache):
             ),
             may_save,
         )
+        self._locks: list[FileLock] = []
         self.enable()
 
+    def holds(self, sig: Any, target_context: Any) -> bool:
+        """Return whether the folder has an entry of a signature, without loading it."""
+        return self._entry(sig, target_context).exists()
+
+    def is_locked(self, sig: Any, target_context: Any) -> bool:
+        """Return whether a process has locked the entry of a signature."""
+        return lock_path(self._entry(sig, target_context)).exists()
+
+    def _entry(self, sig: Any, target_context: Any) -> Path:
+        return self._cache_file.path(self._index_key(sig, target_context.codegen()))
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the entry of a signature; None if it is absent or unusable."""
+        """Return the entry of a signature; None if it is absent or unusable.
+
+        If it is absent, the entry is locked until `save_overload` or `unlock`.  If another process
+        is compiling it, wait for that.
+        """
+        found = self._load(sig, target_context)
+        if found is not None:
+            return found
+        lock = self._cache_file.lock(self._index_key(sig, target_context.codegen()))
+        if lock is not None and lock.acquire():
+            found = self._load(sig, target_context)
+        if lock is not None and found is None:
+            self._locks.append(lock)
+        elif lock is not None:
+            lock.release()
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Write the entry of a signature and unlock it; warn once if the folder is read-only."""
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _warn_not_stored(cache_root(), error.strerror)
+        finally:
+            self.unlock()
+
+    def unlock(self) -> None:
+        """Release the lock of the entry that was being compiled, if any."""
+        if self._locks:
+            self._locks.pop().release()
+
+    def _load(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
         except Exception:  # foreign bytes can raise anything
             return None
+
+
+@functools.cache
+def _warn_not_stored(folder: Path, reason: str) -> None:
+    warnings.warn(
+        f"compiled kernels cannot be written to {folder} ({reason}), so each process compiles "
+        "those that are missing there; set NUMBA_CACHE_DIR to a writable folder, or fill this one "
+        "with `nbflow warm MODEL --to FOLDER`",
+        stacklevel=2,
+    )

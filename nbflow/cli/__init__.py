@@ -21,6 +21,7 @@ COMMANDS = {
     "classify": ("nbflow_experiments.commands.classify", "label texts, and score a labelled file"),
     "serve": ("nbflow.cli.commands.serve", "serve models over HTTP"),
     "client": ("nbflow.cli.commands.client", "chat with a server"),
+    "warm": ("nbflow.cli.commands.warm", "compile a model's kernels ahead of time"),
     "bench": ("nbflow.cli.commands.bench", "time prompt processing and generation"),
     "sweep": ("nbflow_experiments.commands.sweep", "run a sweep and record it"),
     "report": ("nbflow_experiments.commands.report", "draw the figures of a recorded sweep"),

@@ -46,6 +46,7 @@ from nbflow.tokenization import Tokenizer, load_tokenizer_file
 from nbflow.utils.rank_status import status
 from nbflow_kernels.errors import MissingExtraError, UsageError
 from nbflow_kernels.kv_cache.formats import kv_formats
+from nbflow_kernels.precompile import start_helper
 from nbflow_kernels.quantizers.outliers import check_ratio
 
 
@@ -103,6 +104,8 @@ def load(
     kv_formats(given.kv)  # raises for an unknown name
     status.progress("MPI")
     comm = comm or world()
+    if comm.size == 1 and is_host(given.device):
+        _compile_ahead(the_spec, given.kv)
     partition = given.partition
     if partition == "auto":
         from nbflow.planner import RunConfig, choose_partition, stored_model
@@ -164,6 +167,13 @@ def load(
         with open_weights(resolved.path) as file:
             loaded.classification_head = ClassificationHead.read(the_spec, file)
     return loaded
+
+
+def _compile_ahead(spec: ModelSpec, kv: str) -> None:
+    """Compile attention in a helper process if the kernel cache lacks it."""
+    if spec.latent is None:
+        keys, values = kv_formats(kv)
+        start_helper((keys.kind, values.kind), (spec.cached_dim, spec.head_dim))
 
 
 def measure(

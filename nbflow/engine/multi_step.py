@@ -19,6 +19,8 @@ from nbflow.engine.request import Request
 from nbflow.engine.sampler import log_probabilities
 from nbflow.executor.cpu import BoundProgram
 from nbflow.sampling import Strategy
+from nbflow.sampling.strategies import Sample
+from nbflow.sampling.strategy import FilteredRows, is_filtered
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.graph import GraphNode
 from nbflow_kernels.cpu.parallel_for import capture
@@ -28,13 +30,16 @@ MAX_STEPS = 512
 
 
 class MultiStepDecode:
-    """Buffers for a multi-step decode of `n` sequences with one strategy.
+    """Buffers for a multi-step decode of `n` sequences.
 
-    A sequence has at most `n_stops` end tokens.
+    They have one strategy, or filters with parameters of their own (`strategy` None).  A sequence
+    has at most `n_stops` end tokens.
     """
 
-    def __init__(self, strategy: Strategy, n: int, n_stops: int, logprobs: bool) -> None:
+    def __init__(self, strategy: Strategy | None, n: int, n_stops: int, logprobs: bool) -> None:
         self.strategy = strategy
+        self.filters = FilteredRows([Sample()] * n)
+        """Filters of the sequences, if `strategy` is None."""
         self.logprobs = logprobs
         self.drawn = np.zeros(n, np.int32)
         self.seeds = np.zeros(n, np.uint64)
@@ -48,16 +53,17 @@ class MultiStepDecode:
 
     @staticmethod
     def can_run(requests: Sequence[Request]) -> bool:
-        """Return whether these requests share one compiled strategy."""
+        """Return whether these requests share one launch of compiled strategies."""
         if any(r.n_top_logprobs or not r.strategy.compiled for r in requests):
             return False
-        return len({r.strategy for r in requests}) == 1
+        return _all_filtered(requests) or len({r.strategy for r in requests}) == 1
 
     @classmethod
     def key(cls, requests: Sequence[Request]) -> tuple[Any, ...]:
         """Return the constructor's arguments for these requests."""
         n_stops = max(1, *(len(r.stop_ids) for r in requests))
-        return requests[0].strategy, len(requests), n_stops, any(r.wants_logprobs for r in requests)
+        strategy = None if _all_filtered(requests) else requests[0].strategy
+        return strategy, len(requests), n_stops, any(r.wants_logprobs for r in requests)
 
     def begin(self, requests: Sequence[Request]) -> dict[int, Exception]:
         """Fill the buffers for the first step; return errors by row."""
@@ -70,13 +76,15 @@ class MultiStepDecode:
                 self.stops[b, : len(request.stop_ids)] = sorted(request.stop_ids)
             except Exception as error:
                 errors[b] = error
+        if self.strategy is None:
+            self.filters.fill([request.strategy for request in requests])
         self.n_steps[0] = self.stop[0] = 0
         return errors
 
     def calls(self, bound: BoundProgram, logits: np.ndarray) -> list[GraphNode]:
         """Return the calls from the logits of a step to the inputs of the next one."""
         with capture() as seen:
-            self.strategy.launch(logits, self.seeds, self.offsets, self.drawn)
+            (self.strategy or self.filters).launch(logits, self.seeds, self.offsets, self.drawn)
             if self.logprobs:
                 log_probabilities(logits, self.drawn, self.drawn_logprobs)
         assert seen.complete
@@ -91,6 +99,10 @@ class MultiStepDecode:
         if bound.attention is not None:
             calls += bound.attention.next_step_calls()
         return calls
+
+
+def _all_filtered(requests: Sequence[Request]) -> bool:
+    return all(is_filtered(request.strategy) for request in requests)
 
 
 @jit.kernel

@@ -23,7 +23,6 @@ from nbflow.engine.sampler import (
     gather_logprobs,
     gather_top,
     log_probabilities,
-    rows_of,
     sample_ahead,
     sample_tokens,
     state_of,
@@ -32,6 +31,7 @@ from nbflow.engine.scheduler import ScheduledRequest
 from nbflow.engine.search.base import Continuation
 from nbflow.engine.search.runtime import advance, compute_rows, empty_rows
 from nbflow.engine.speculative.rejection_sampler import rejection_sample
+from nbflow.sampling.strategy import rows_of
 from nbflow.tokenization import Tokenizer
 from nbflow_kernels.arrays import on_host
 from nbflow_kernels.errors import UsageError
@@ -126,7 +126,7 @@ class StepOutput:
         cls, scheduled: Sequence[ScheduledRequest], n_vocab: int, hidden_size: int
     ) -> StepOutput:
         """Allocate the arrays of a step."""
-        sampled = [w.request for w in scheduled if _is_sampled(w) for _ in range(1 + len(w.drafts))]
+        sampled = [w.request for w in scheduled if w.is_sampled for _ in range(1 + len(w.drafts))]
         known = [w.request.prompt_logprobs or 0 for w in scheduled for _ in _prompt_rows(w)]
         width = TOP_COLUMN + 2 * max(known, default=0)
         prompt = SamplerOutput(np.full((len(known), width), math.nan))
@@ -166,7 +166,7 @@ class StepOutput:
         self._compute_prompt_logprobs(logits, scheduled)
         self._compute_searches(logits, scheduled, hidden)
         rows = _sampled_rows(scheduled)
-        sampled = [w for w in scheduled if _is_sampled(w)]
+        sampled = [w for w in scheduled if w.is_sampled]
         requests = [w.request for w in sampled for _ in range(1 + len(w.drafts))]
         if not requests:
             return
@@ -270,7 +270,7 @@ class StepOutput:
         searches = iter(self.searches)
         for entry in scheduled:
             n_prompt = len(_prompt_rows(entry))
-            n_drawn = 1 + len(entry.drafts) if _is_sampled(entry) else 0
+            n_drawn = 1 + len(entry.drafts) if entry.is_sampled else 0
             marks = [
                 *self.prompt.array[prompt_row : prompt_row + n_prompt, 0],
                 *self.drawn.array[row : row + n_drawn, 0],
@@ -364,7 +364,8 @@ class StepOutput:
             if token == FAILED_TOKEN:
                 request.fail(error or UsageError("no token could be sampled"))
                 break
-            request.accept(int(token), logprob, self.drawn.top(i, request.n_top_logprobs))
+            n_top = request.n_top_logprobs
+            request.accept(int(token), logprob, self.drawn.top(i, n_top) if n_top else ())
         output.add(n_before)
         if entry.drafts:
             n_right = max(0, len(output.tokens) - 1)
@@ -481,6 +482,8 @@ def _sample_with_state(logits: np.ndarray, request: Request) -> Iterator[int]:
 def _prompt_rows(entry: ScheduledRequest) -> Sequence[int]:
     """Return the prompt positions whose next (masked: own) token needs a log-probability."""
     request = entry.request
+    if request.prompt_logprobs is None and not request.masked:
+        return ()
     if not request.needs_prompt_logits:
         return ()
     if request.masked:
@@ -489,17 +492,12 @@ def _prompt_rows(entry: ScheduledRequest) -> Sequence[int]:
     return range(begin, min(request.n_computed + entry.n_tokens, len(request.prompt) - 1))
 
 
-def _is_sampled(entry: ScheduledRequest) -> bool:
-    """Return whether a strategy samples a token (a search does not)."""
-    return entry.emits_token and entry.request.search is None
-
-
 def _sampled_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
     """Return the rows of the logits from which tokens are sampled."""
     rows: list[int] = []
     end = 0
     for entry in scheduled:
         end += entry.n_logits
-        if _is_sampled(entry):
+        if entry.is_sampled:
             rows += range(end - 1 - len(entry.drafts), end)
     return rows

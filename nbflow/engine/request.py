@@ -200,16 +200,18 @@ class Request:
     @property
     def needs_all_logits(self) -> bool:
         """True if logits of all tokens of a step are needed, not only of the last."""
-        needs_hidden = self.search is not None and self.search.needs_hidden and not self.branches
-        return needs_hidden or self.needs_prompt_logits
+        if self.search is not None and self.search.needs_hidden and not self.branches:
+            return True
+        return self.needs_prompt_logits
 
     @property
     def needs_prompt_logits(self) -> bool:
         """True while prompt log-probabilities are missing."""
         if self.masked:
             return len(self.prompt_results) < len(self.masked)
-        missing = len(self.prompt_results) + 1 < len(self.prompt)
-        return self.prompt_logprobs is not None and missing
+        if self.prompt_logprobs is None:
+            return False
+        return len(self.prompt_results) + 1 < len(self.prompt)
 
     @property
     def max_length(self) -> int:

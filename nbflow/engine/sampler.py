@@ -15,8 +15,7 @@ import numpy as np
 
 from nbflow.engine.request import Request
 from nbflow.sampling.candidates import top_candidates
-from nbflow.sampling.strategy import State, check_sampled
-from nbflow_kernels import embedding
+from nbflow.sampling.strategy import State, check_sampled, choose_rows, rows_of
 from nbflow_kernels.arrays import empty, is_cuda, on_device, on_host
 from nbflow_kernels.logits import cpu, cuda
 from nbflow_kernels.sampling import top_k
@@ -43,6 +42,8 @@ class SamplerOutput:
 
     def top(self, b: int, n: int) -> list[tuple[int, float]]:
         """Return the `n` most probable tokens of request `b` with their log-probabilities."""
+        if n == 0:
+            return []
         most = (self.array.shape[1] - TOP_COLUMN) // 2
         ids = self.array[b, TOP_COLUMN : TOP_COLUMN + n]
         values = self.array[b, TOP_COLUMN + most : TOP_COLUMN + most + n]
@@ -66,11 +67,11 @@ def sample_tokens(logits: np.ndarray, requests: Sequence[Request]) -> np.ndarray
     """
     tokens = np.empty(len(requests), np.int32)
     compiled = [i for i, r in enumerate(requests) if r.strategy.compiled]
-    for strategy in dict.fromkeys(requests[i].strategy for i in compiled):
-        rows = [i for i in compiled if requests[i].strategy == strategy]
-        seeds = np.array([requests[i].seed for i in rows], np.uint64)
-        offsets = np.array([len(requests[i].ids) for i in rows], np.uint64)
-        tokens[rows] = strategy.choose(rows_of(logits, rows), seeds, offsets)
+    if compiled:
+        some = [requests[i] for i in compiled]
+        seeds = np.array([r.seed for r in some], np.uint64)
+        offsets = np.array([len(r.ids) for r in some], np.uint64)
+        tokens[compiled] = choose_rows([r.strategy for r in some], logits, compiled, seeds, offsets)
     others = [i for i, r in enumerate(requests) if not r.strategy.compiled]
     states = [state_of(requests[i]) for i in others]
     for i, state, row in zip(others, states, _rows_for_states(logits, others, states), strict=True):
@@ -79,16 +80,6 @@ def sample_tokens(logits: np.ndarray, requests: Sequence[Request]) -> np.ndarray
         if request.forced_bos_id is not None and not request.ids:
             tokens[i] = request.forced_bos_id
     return tokens
-
-
-def rows_of(logits: np.ndarray, rows: Sequence[int]) -> np.ndarray:
-    """Return some rows of logits on their device; `logits` itself if all are selected."""
-    if len(rows) == len(logits):  # no row twice: in order
-        return logits
-    if not is_cuda(logits):
-        return logits[rows]
-    found: np.ndarray = embedding(on_device(np.array(rows, np.int32), logits), logits)
-    return found
 
 
 def sample_ahead(logits: np.ndarray, request: Request) -> Iterator[int]:

@@ -50,6 +50,27 @@ class ScheduledRequest:
     """Number of its pending tokens that run."""
     drafts: list[int] = field(default_factory=list)
     """Draft tokens that run after them."""
+    emits_token: bool = field(init=False)
+    """True if a new token is sampled."""
+    is_sampled: bool = field(init=False)
+    """True if a strategy samples it (a search does not)."""
+    n_logits: int = field(init=False)
+    """Number of tokens whose logits are needed."""
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.emits_token = self.n_tokens == request.n_pending and request.max_tokens > 0
+        self.is_sampled = self.emits_token and request.search is None
+        if request.masked:
+            self.n_logits = len(request.masked)
+        elif request.needs_all_logits or request.branches or self.drafts:
+            self.n_logits = self.n_tokens + len(self.drafts)
+        else:
+            self.n_logits = int(self.emits_token)
+
+    def add_drafts(self, drafts: list[int]) -> None:
+        """Set the draft tokens, whose logits are needed as well as those of the pending ones."""
+        self.drafts, self.n_logits = drafts, self.n_tokens + len(drafts)
 
     @property
     def parts(self) -> list[tuple[int, list[int]]]:
@@ -64,21 +85,6 @@ class ScheduledRequest:
                 )
             ]
         return [(request.id, request.pending[: self.n_tokens] + self.drafts)]
-
-    @property
-    def emits_token(self) -> bool:
-        """True if a new token is sampled."""
-        return self.n_tokens == self.request.n_pending and self.request.max_tokens > 0
-
-    @property
-    def n_logits(self) -> int:
-        """Number of tokens whose logits are needed."""
-        request = self.request
-        if request.masked:
-            return len(request.masked)
-        if request.needs_all_logits or request.branches or self.drafts:
-            return self.n_tokens + len(self.drafts)
-        return int(self.emits_token)
 
     @property
     def logit_rows(self) -> Sequence[int]:
@@ -169,7 +175,7 @@ class _Step:
         return entry
 
     def add_drafts(self, entry: ScheduledRequest, drafts: list[int]) -> None:
-        entry.drafts = drafts
+        entry.add_drafts(drafts)
         self.token_budget -= len(drafts)
         self.logit_budget -= len(drafts) + 1
 
@@ -334,7 +340,11 @@ class Scheduler:
                 self._schedule_prompt(step, request, behind + self._next_waiting())
         self._admit(step)
         # rows of pooled hidden states follow those with logits (`Step.n_logits`)
-        return sorted(step.scheduled.values(), key=lambda entry: entry.request.pooling is not None)
+        entries = list(step.scheduled.values())
+        pooled = [entry for entry in entries if entry.request.pooling is not None]
+        if not pooled:
+            return entries
+        return [entry for entry in entries if entry.request.pooling is None] + pooled
 
     def _schedule_decode(self, step: _Step, request: Request) -> None:
         """Schedule a decoding request, preempting the last request while pages are short."""

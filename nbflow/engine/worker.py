@@ -349,7 +349,8 @@ class Worker:
         for entry in scheduled:
             start, end = end, end + entry.n_tokens + len(entry.drafts)
             rows += [start + i for i in entry.logit_rows]
-            rows += [start + i for i in entry.state_rows]
+            if entry.request.pooling is not None:
+                rows += [start + i for i in entry.state_rows]
         n_logits = sum(entry.n_logits for entry in scheduled)
         types = None
         if any(entry.request.pooling and entry.request.pooling.token_types for entry in scheduled):
@@ -386,7 +387,9 @@ class Worker:
             status.set(WORKING, "draw")
         # some may have ended while the step was in flight
         ended = {w.request.id for w in scheduled if w.request.finish_reason is not None}
-        outputs = [o for o in output.apply(scheduled) if o.request.id not in ended]
+        outputs = output.apply(scheduled)
+        if ended:
+            outputs = [o for o in outputs if o.request.id not in ended]
         for entry in scheduled:
             request = entry.request
             if request.id in ended:

@@ -77,14 +77,15 @@ def make_step(
     lengths = [len(ids) for ids in tokens]
     indptr = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=indptr[1:])
-    positions = np.empty(int(indptr[-1]), np.int32)
-    rope_rows = np.empty_like(positions)
-    for b, (sequence, n) in enumerate(zip(sequences, lengths, strict=True)):
-        done = table.length(sequence)
-        positions[indptr[b] : indptr[b + 1]] = range(done, done + n)
-        first = done + (short_context or 0) * table.is_long(sequence)
-        rope_rows[indptr[b] : indptr[b + 1]] = range(first, first + n)
+    done, first_rows = [], []
+    for sequence, n in zip(sequences, lengths, strict=True):
+        done.append(table.length(sequence))
+        first_rows.append(done[-1] + (short_context or 0) * table.is_long(sequence))
         table.extend(sequence, n)
+    indices = np.arange(indptr[-1], dtype=np.int32)
+    starts = np.repeat(indptr[:-1], lengths)
+    positions = indices - starts + np.repeat(np.array(done, np.int32), lengths)
+    rope_rows = indices - starts + np.repeat(np.array(first_rows, np.int32), lengths)
     return Step(
         ids=np.array([i for ids in tokens for i in ids], np.int32),
         positions=positions,

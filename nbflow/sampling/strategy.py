@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
 from nbflow.sampling.candidates import MIN_TEMPERATURE, Candidates, TopCandidates, random_number
 from nbflow.sampling.token_buffer import TokenBuffer
-from nbflow_kernels.arrays import empty, is_cuda, on_host
+from nbflow_kernels import embedding
+from nbflow_kernels.arrays import empty, is_cuda, on_device, on_host
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import (
     cpu,
@@ -202,11 +204,116 @@ class FilteredSampling(Strategy):
     def launch(
         self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray, out: np.ndarray
     ) -> None:
-        filters, n = self.filters(), len(logits)
-        temperature = np.full(n, max(filters.pop("temperature"), MIN_TEMPERATURE), np.float32)
-        rows, limits = np.arange(n, dtype=np.int32), limits_of(n, **filters)
-        variant = cuda if is_cuda(logits) else cpu
-        variant.sample_logits(logits, rows, temperature, limits, True, seeds, offsets, out)
+        FilteredRows([self] * len(logits)).launch(logits, seeds, offsets, out)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parameters(strategy: FilteredSampling) -> tuple[float, np.ndarray]:
+    """Return temperature and `limits_of` for one row."""
+    filters = strategy.filters()
+    temperature = max(filters.pop("temperature"), MIN_TEMPERATURE)
+    return temperature, limits_of(1, **filters)[0]
+
+
+class FilteredRows:
+    """Temperatures and filters of rows of logits, which one launch reads.
+
+    Parameters
+    ----------
+    strategies : sequence of FilteredSampling
+        Strategy of each row.
+    """
+
+    def __init__(self, strategies: Sequence[Any]) -> None:
+        known = [_parameters(strategy) for strategy in strategies]
+        self.temperature = np.array([each for each, _ in known], np.float32)
+        self.limits = np.array([each for _, each in known])
+
+    def fill(self, strategies: Sequence[Any]) -> None:
+        """Replace the strategies; captured launches read the new ones."""
+        for i, (temperature, limits) in enumerate(map(_parameters, strategies)):
+            self.temperature[i], self.limits[i] = temperature, limits
+
+    def launch(
+        self,
+        logits: np.ndarray,
+        seeds: np.ndarray,
+        offsets: np.ndarray,
+        out: np.ndarray,
+        rows: np.ndarray | None = None,
+    ) -> None:
+        """Write the next token of `rows`, int32 (B,), by default of all; see `Strategy.launch`."""
+        if rows is None:
+            rows = np.arange(len(logits), dtype=np.int32)
+        (cuda if is_cuda(logits) else cpu).sample_logits(
+            logits, rows, self.temperature, self.limits, True, seeds, offsets, out
+        )
+
+
+def is_filtered(strategy: Strategy) -> bool:
+    """Return whether a strategy may be one of `FilteredRows`."""
+    return type(strategy).launch is FilteredSampling.launch
+
+
+def choose_rows(
+    strategies: Sequence[Strategy],
+    logits: np.ndarray,
+    rows: Sequence[int],
+    seeds: np.ndarray,
+    offsets: np.ndarray,
+) -> np.ndarray:
+    """Return the next token of some rows of logits, each with its compiled strategy.
+
+    Filters with any parameters share a launch, which reads the logits in place.
+
+    Parameters
+    ----------
+    strategies : sequence of Strategy
+        Compiled strategy of each row.
+    logits : array of float32, shape (R, V)
+        Logits, in host memory or on a CUDA device.
+    rows : sequence of int
+        B rows of `logits`, ascending.
+    seeds, offsets : array of uint64, shape (B,)
+        As in `Strategy.launch`.
+
+    Returns
+    -------
+    array of int32, shape (B,)
+
+    Raises
+    ------
+    UsageError
+        If a row has a NaN, +inf or nothing but -inf.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, strategy in enumerate(strategies):
+        key = FilteredSampling if is_filtered(strategy) else strategy
+        groups.setdefault(key, []).append(i)
+    tokens = np.empty(len(rows), np.int32)
+    for key, group in groups.items():
+        mine = [rows[i] for i in group]
+        if key is FilteredSampling:
+            out = empty(logits, (len(group),), np.int32)
+            filtered = FilteredRows([strategies[i] for i in group])
+            at = np.array(mine, np.int32)
+            filtered.launch(logits, seeds[group], offsets[group], out, at)
+            tokens[group] = on_host(out)
+        else:
+            some = rows_of(logits, mine)
+            tokens[group] = key.drawn(some, seeds[group], offsets[group])
+    check_sampled(tokens)
+    return tokens
+
+
+def rows_of(logits: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+    """Return some rows of logits on their device; `logits` itself if all are selected."""
+    if len(rows) == len(logits):  # no row twice: in order
+        return logits
+    if not is_cuda(logits):
+        return logits[rows]
+    found: np.ndarray = embedding(on_device(np.array(rows, np.int32), logits), logits)
+    return found
 
 
 def check_sampled(tokens: np.ndarray) -> None:

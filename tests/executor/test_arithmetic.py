@@ -115,7 +115,25 @@ def test_multi_step_decode_samples_as_single_steps(
     assert results[0] == results[1]
 
 
-def test_more_strategies_than_cached_buffers(
+def test_filters_of_several_requests_share_a_multi_step_decode(checkpoint: Path) -> None:
+    parameters = [{"temperature": 0.7}, {"top_k": 5}, {"temperature": 1.4, "top_p": 0.8}]
+    with nbflow.load(checkpoint) as model:
+        prompt = IDS[:6].tolist()
+        alone = [
+            model.generate(prompt, 12, "filters", ignore_eos=True, **p).ids for p in parameters
+        ]
+        for order in ((0, 1, 2), (2, 0, 1)):  # the second reads other parameters in one buffer
+            requests = [
+                model.make_request(prompt, 12, "filters", 0, True, **parameters[i]) for i in order
+            ]
+            n_items = sum(1 for _ in model.run_requests(requests, burst_s=1e6))
+            assert [r.ids for r in requests] == [alone[i] for i in order]
+        assert n_items <= 3  # the prompts, then all decode steps
+        (decode,) = [d for k, d in model.workers[0]._multi_step_decodes.items() if k[1] == 3]
+        assert decode.strategy is None
+
+
+def test_more_batch_sizes_than_cached_buffers(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "MAX_MULTI_STEP_DECODES", 2)
@@ -123,8 +141,9 @@ def test_more_strategies_than_cached_buffers(
 
     def rounds(model: nbflow.LLM) -> list[list[int]]:
         return [
-            model.generate(prompt, max_tokens=9, decoding="top_k", top_k=k, ignore_eos=True).ids
-            for k in (2, 3, 4, 5)
+            made.ids
+            for n in (1, 2, 3, 4)
+            for made in model.generate_batch([prompt] * n, 9, "top_k", top_k=n + 1, ignore_eos=True)
         ]
 
     with nbflow.load(checkpoint) as model:

@@ -33,6 +33,7 @@ from numba.core import types
 from numba.core.compiler_lock import global_compiler_lock
 
 from nbflow_kernels.cpu import interpreter
+from nbflow_kernels.cpu.jit import CachedKernel
 
 _I64 = ir.IntType(64)
 
@@ -159,17 +160,32 @@ def _kind(value):
 
 
 def _add_codes(missing: dict[tuple[Any, ...], GraphNode]) -> None:
-    codes = {key: _machine_code(call) for key, call in missing.items()}
+    found, left = dict[tuple[Any, ...], _Code](), dict(missing)
+    while left:  # those that other processes are compiling last
+        free = (key for key, call in left.items() if not _is_locked(call))
+        key = next(free, next(iter(left)))
+        found[key] = _machine_code(left.pop(key))
+    codes = {key: found[key] for key in missing}
     functions = _trampolines([code.signature for code in codes.values()])
     for (key, code), function in zip(codes.items(), functions, strict=True):
         _codes[key] = dataclasses.replace(code, trampoline=function)
 
 
+def _is_locked(call: GraphNode) -> bool:
+    """Return whether another process is compiling a call's kernel."""
+    kernel = call.kernel
+    return isinstance(kernel, CachedKernel) and kernel.is_locked(signature_of(call))
+
+
+def signature_of(call: GraphNode) -> tuple[Any, ...]:
+    """Return the Numba types that a call's kernel is compiled for."""
+    return (*(numba.typeof(a) for a in call.args), types.int64, types.int64)
+
+
 def _machine_code(call: GraphNode) -> _Code:
     """Compile a call's kernel for its arguments, or find it compiled."""
     kernel: Any = call.kernel
-    key = tuple(numba.typeof(a) for a in call.args)
-    signature = (*key, types.int64, types.int64)
+    signature = signature_of(call)
     if signature not in kernel.overloads:
         kernel.compile(signature)
     compiled = kernel.overloads[signature]

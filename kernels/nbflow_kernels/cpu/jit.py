@@ -29,7 +29,7 @@ from numba.core import codegen, compiler, inline_closurecall
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
-from nbflow_kernels import jit_cache
+from nbflow_kernels import jit_cache, numba_compile_time
 from nbflow_kernels.cpu import interpreter
 from nbflow_kernels.cpu.fork import in_child, lock_during_fork
 from nbflow_kernels.numba_inlining import share_scopes
@@ -37,6 +37,8 @@ from nbflow_kernels.numba_inlining import share_scopes
 # A fork waits for other threads' compilations: a child would wait for their lock for ever.
 lock_during_fork(global_compiler_lock.acquire, global_compiler_lock.release)
 share_scopes(inline_closurecall)
+numba_compile_time.remember_call_types()
+numba_compile_time.skip_atoms()
 
 # No "nnan"/"ninf": masks are -inf and tests fill outputs with NaN.  No "reassoc": the order of
 # additions is part of a kernel's contract (a row's result must not depend on its neighbours).
@@ -161,7 +163,36 @@ def kernel(function: Callable[..., Any] | None = None, *, strict: bool = False) 
         may_save = functools.partial(jit_cache.is_as_imported, path)
         folder = jit_cache.cache_folder(path)
         compiled._cache = jit_cache.KernelCache(function, folder, may_save, not is_ours)
+        if isinstance(compiled, CPUDispatcher):  # else compilation is disabled
+            compiled.__class__ = CachedKernel
     return compiled
+
+
+class CachedKernel(CPUDispatcher):
+    """Kernel with a `jit_cache.KernelCache`; a copy made by a pickle has none."""
+
+    def compile(self, sig: Any) -> Any:
+        """Compile for a signature, or load from the cache; return the entry point."""
+        try:
+            return super().compile(sig)
+        finally:
+            if isinstance(self._cache, jit_cache.KernelCache):
+                self._cache.unlock()  # compilation may have failed
+
+    def is_cached(self, sig: Any) -> bool:
+        """Return whether a signature is compiled or has a cache entry."""
+        return sig in self.overloads or (
+            isinstance(self._cache, jit_cache.KernelCache)
+            and self._cache.holds(sig, self.targetctx)
+        )
+
+    def is_locked(self, sig: Any) -> bool:
+        """Return whether another process is compiling a signature."""
+        return (
+            sig not in self.overloads
+            and isinstance(self._cache, jit_cache.KernelCache)
+            and self._cache.is_locked(sig, self.targetctx)
+        )
 
 
 class DeviceFunction(CPUDispatcher):
