@@ -392,6 +392,9 @@ def test_the_file_of_the_current_folder(tmp_path, monkeypatch, capsys):
     wrong = "[models.a]\npath = 'tiny_python'\n[models.a.defaults]\ndecoding = 'topp'"
     assert code_of("serve", str(write(tmp_path, wrong)), "--check") == 2
     assert "model a: default parameters: unknown decoding strategy" in capsys.readouterr().err
+    wrong = "[models.a]\npath = 'tiny_python'\nencoder_template = '{query}'"
+    assert code_of("serve", str(write(tmp_path, wrong)), "--check") == 2
+    assert "model a: encoder_template: tiny_python has no encoder" in capsys.readouterr().err
 
 
 def test_the_plan(tmp_path):
