@@ -62,6 +62,7 @@ def queries_of(arguments: argparse.Namespace) -> QueryRun | None:
     sampling = decoding_values(arguments)
     max_tokens, rows, encoder_template = None, None, None
     chat: bool | None = is_chat(arguments) or None
+    name = arguments.model  # an Inferflow file's model takes its place
     if Path(arguments.model).suffix == ".ini":
         rows, max_tokens, service = _read_service(arguments)
         template = template or service.decoder_template or service.chat_template
@@ -74,14 +75,14 @@ def queries_of(arguments: argparse.Namespace) -> QueryRun | None:
         return None
     else:
         chat = bool(chat)
-    queries = make_queries(rows, arguments.model) if rows is not None else None
+    queries = make_queries(rows, name) if rows is not None else None
     if arguments.queries is not None:
         queries, max_tokens = _read_queries(arguments.queries)
     if queries is None and arguments.prompt is not None:
         queries = make_queries([{"prompt": arguments.prompt}], "--prompt")
         arguments.prompt = None
     if queries is None:
-        raise UsageError(f"{arguments.model} lists no queries; add --queries FILE or --prompt TEXT")
+        raise UsageError(f"{name} lists no queries; add --queries FILE or --prompt TEXT")
     _refuse_with_queries(arguments)
     stated = (arguments.max_tokens, max_tokens, SamplingParams.max_tokens)
     most = next(n for n in stated if n is not None)

@@ -226,6 +226,6 @@ def build_request(
 def _check_generates(spec: ModelSpec) -> None:
     if not spec.causal or not spec.head:
         raise UsageError(
-            f"{spec.name} is an encoder and cannot continue a text; use hidden(), embed() "
-            "or logits()"
+            f"{spec.name} is an encoder and cannot continue a text; use hidden(), "
+            "embed(), logits() or fill_mask()"
         )
