@@ -73,7 +73,8 @@ def _check_defaults(
 ) -> None:
     """Build the strategy of a request without parameters."""
     try:
-        params = SamplingParams.parse({"temperature": 1.0, **defaults})
+        given = dict(defaults) if "decoding" in defaults else {"temperature": 1.0, **defaults}
+        params = SamplingParams.parse(given)
         build_strategy(params, n_vocab, tokenizer, end_ids)
     except UsageError as error:
         raise UsageError(f"model {name}: default parameters: {error}") from error
