@@ -21,7 +21,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from nbflow_kernels.op_registry import module_of
+from nbflow_kernels.op_registry import FLASHINFER_INSTEAD, module_of
 
 _MODULE_OF = module_of()
 
@@ -31,7 +31,9 @@ __all__ = sorted(_MODULE_OF)
 def __getattr__(name: str) -> Any:
     """Import a public name on its first use."""
     if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        instead = next((i for first, i in FLASHINFER_INSTEAD.items() if name.startswith(first)), "")
+        more = f"; use {instead}" if instead else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{more}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value

@@ -117,6 +117,20 @@ SUPPORT: dict[str, tuple[str, ...]] = {
 """Other modules to their public names."""
 
 
+FLASHINFER_INSTEAD = {
+    "CUDAGraph": "BatchDecodeWithPagedKVCacheWrapper(use_cuda_graph=True)",
+    "trtllm_": "BatchPrefillWithPagedKVCacheWrapper",
+    "cudnn_": "BatchPrefillWithPagedKVCacheWrapper",
+    "xqa": "BatchDecodeWithPagedKVCacheWrapper",
+    "mm_f": "qmatmul",
+    "bmm_f": "qmatmul",
+    "fp4_": "quantize and dequantize",
+    "nvfp4_": "quantize and dequantize",
+    "mxfp": "quantize and dequantize",
+}
+"""First letters of FlashInfer's names that call libraries of GPUs -> what to use here."""
+
+
 def module_of() -> dict[str, str]:
     """Return the full module name of every public name."""
     tables = (FAMILIES, SUPPORT)

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbflow.cli.chat_options import is_chat, read_chat_template
 from nbflow.cli.option_arguments import add_options, given_options
@@ -16,6 +16,9 @@ from nbflow.engine import LLM
 from nbflow.option_fields import fields
 from nbflow.options import EngineOptions, LoadOptions, SamplingParams
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
+
+if TYPE_CHECKING:
+    from nbflow.server.config import ModelOptions  # needs pydantic
 
 _ENGINE = ("max_sequences", "kv_bytes")
 _NOT_WITH_QUERIES = ("prompt", "messages", "continue_final_message", "draft", "json")
@@ -57,11 +60,14 @@ def queries_of(arguments: argparse.Namespace) -> QueryRun | None:
     """
     template = read_chat_template(arguments.template)
     sampling = decoding_values(arguments)
-    max_tokens, rows = None, None
+    max_tokens, rows, encoder_template = None, None, None
     chat: bool | None = is_chat(arguments) or None
+    name = arguments.model  # an Inferflow file's model takes its place
     if Path(arguments.model).suffix == ".ini":
-        rows, max_tokens, own_template, of_file = _read_service(arguments)
-        template = template or own_template
+        rows, max_tokens, service = _read_service(arguments)
+        template = template or service.decoder_template or service.chat_template
+        encoder_template = service.encoder_template
+        of_file = {"decoding": "inferflow.auto", **service.defaults}
         if "decoding" not in sampling:
             sampling = {**of_file, **sampling}
     elif arguments.queries is None:
@@ -69,21 +75,21 @@ def queries_of(arguments: argparse.Namespace) -> QueryRun | None:
         return None
     else:
         chat = bool(chat)
-    queries = make_queries(rows, arguments.model) if rows is not None else None
+    queries = make_queries(rows, name) if rows is not None else None
     if arguments.queries is not None:
         queries, max_tokens = _read_queries(arguments.queries)
     if queries is None and arguments.prompt is not None:
         queries = make_queries([{"prompt": arguments.prompt}], "--prompt")
         arguments.prompt = None
     if queries is None:
-        raise UsageError(f"{arguments.model} lists no queries; add --queries FILE or --prompt TEXT")
+        raise UsageError(f"{name} lists no queries; add --queries FILE or --prompt TEXT")
     _refuse_with_queries(arguments)
     stated = (arguments.max_tokens, max_tokens, SamplingParams.max_tokens)
     most = next(n for n in stated if n is not None)
     shared = {"seed": SamplingParams.seed, "max_tokens": most, **sampling}
     return QueryRun(
         [query._replace(sampling=with_decoding({**shared, **query.sampling})) for query in queries],
-        Prompts(chat, arguments.system, template, arguments.parse_special),
+        Prompts(chat, arguments.system, template, arguments.parse_special, encoder_template),
         arguments.output,
         EngineOptions(**given_options(EngineOptions, arguments)),
     )
@@ -101,10 +107,10 @@ def _read_queries(name: str) -> tuple[list[Query], int | None]:
 
 def _read_service(
     arguments: argparse.Namespace,
-) -> tuple[list[dict[str, Any]] | None, int | None, str | None, dict[str, Any]]:
+) -> tuple[list[dict[str, Any]] | None, int | None, ModelOptions]:
     """Put the model of an Inferflow file into the arguments.
 
-    Return the file's queries, their new tokens, chat template and sampling parameters.
+    Return the file's queries, their new tokens and the options of the model.
     """
     _need_pydantic()
     from nbflow.compat.inferflow.ini_config import read_ini
@@ -113,7 +119,7 @@ def _read_service(
     path = Path(arguments.model)
     file = read_query_ini(path) if is_query_ini(path) else None
     engine = path if file is None or file.engine is None else file.engine
-    options = next(iter(read_ini(engine).models.values()))
+    options = next(iter(read_ini(engine, serves=False).models.values()))
     arguments.model = options.path
     stated = options.load_options()
     for name in fields(LoadOptions):
@@ -124,7 +130,7 @@ def _read_service(
             setattr(arguments, name, getattr(options.engine, name))
     rows = None if file is None else file.queries
     most = None if file is None else file.max_tokens
-    return rows, most, options.chat_template, {"decoding": "inferflow.auto", **options.defaults}
+    return rows, most, options
 
 
 def _refuse_without_queries(arguments: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import itertools
 import json
@@ -15,17 +16,21 @@ from typing import Any, NamedTuple, TextIO
 
 import nbflow
 from nbflow.cli.option_arguments import read_argument
+from nbflow.cli.options import is_printing_rank
 from nbflow.engine import LLM
+from nbflow.engine.fill_mask import fill_mask, masked_ids
 from nbflow.engine.request import Request
 from nbflow.option_fields import accepts, aliases, fields
 from nbflow.options import EngineOptions, SamplingParams
 from nbflow.tokenization import Tokenizer
 from nbflow_kernels.errors import UsageError, unknown_name
 
-FIELDS = ("id", "prompt", "messages", "system", "prefix", "template")
+FIELDS = ("id", "prompt", "messages", "system", "prefix", "template", "encoder_template")
 """Fields of a query besides sampling parameters."""
 RESULTS = ("text", "finish_reason", "prompt_tokens", "new_tokens")
 """Columns of the results."""
+MASK_RESULTS = ("masks",)
+"""The same with a masked language model: for each mask the most probable tokens."""
 _PRODUCT = ("seed", "decoding")
 """Parameters that may be a list: the query is run with each value."""
 _MAX_ROWS = 1_000_000
@@ -160,7 +165,43 @@ class Prompts(NamedTuple):
     """Apply a chat template also to queries that are plain prompts; None: if there is one."""
     system: str | None = None
     template: str | None = None
+    """Chat template; with an encoder that of the decoder."""
     parse_special: bool = False
+    encoder_template: str | None = None
+
+    def of_both(self, query: Query, model: LLM) -> tuple[list[int], list[int] | None]:
+        """Return the token ids of a query, and the decoder's in a model with an encoder."""
+        own, spec = query.fields, model.spec
+        template = own.get("template", self.template)
+        of_encoder = own.get("encoder_template", self.encoder_template)
+        if spec.encoder is None and of_encoder is not None:
+            raise UsageError(f"{spec.name} has no encoder; leave encoder_template out")
+        known = model.tokenizer
+        has_one = known.chat_templates or known.prompt_template is not None or self.template
+        is_plain = not (template or of_encoder or "prefix" in own)
+        if spec.encoder is None or is_plain or (of_encoder is None and has_one):
+            return self.ids(query, known), None
+        from nbflow.tokenization.chat import encode_pair
+
+        messages = self._messages(query)
+        return encode_pair(known, messages, of_encoder, template, start=spec.decoder_start_id)
+
+    def masked_ids(self, query: Query, tokenizer: Tokenizer) -> list[int]:
+        """Return the token ids of a text with masks."""
+        of_encoder = query.fields.get("encoder_template", self.encoder_template)
+        return masked_ids(tokenizer, query.fields.get("prompt", ""), of_encoder)
+
+    def _messages(self, query: Query) -> list[Any]:
+        """Return a query as a conversation."""
+        own = query.fields
+        if "messages" in own:
+            return list(own["messages"])
+        messages = [{"role": "user", "content": own.get("prompt", "")}]
+        if system := own.get("system", self.system):
+            messages.insert(0, {"role": "system", "content": system})
+        if prefix := own.get("prefix", ""):
+            messages.append({"role": "assistant", "content": prefix})
+        return messages
 
     def ids(self, query: Query, tokenizer: Tokenizer) -> list[int]:
         """Return the token ids of a query."""
@@ -175,16 +216,9 @@ class Prompts(NamedTuple):
             return tokenizer.prompt_ids(text + prefix, parse_special=self.parse_special)
         from nbflow.tokenization.chat import encode_chat
 
-        messages = own.get("messages")
-        if messages is None:
-            messages = [{"role": "user", "content": text}]
-            if system := own.get("system", self.system):
-                messages.insert(0, {"role": "system", "content": system})
-            if prefix:
-                messages.append({"role": "assistant", "content": prefix})
         return encode_chat(
             tokenizer,
-            messages,
+            self._messages(query),
             own.get("template", self.template),
             parse_special=self.parse_special,
             continue_final_message=bool(prefix),
@@ -199,8 +233,8 @@ def make_requests(model: LLM, queries: Sequence[Query], prompts: Prompts) -> lis
     requests = []
     for query in queries:
         try:
-            ids = prompts.ids(query, model.tokenizer)
-            requests.append(model.make_request(ids, **query.sampling))
+            ids, decoder_ids = prompts.of_both(query, model)
+            requests.append(model.make_request(ids, **query.sampling, decoder_ids=decoder_ids))
         except UsageError as error:
             raise UsageError(f"{query.where}: {error}") from error
         requests[-1].wants_logprobs = False
@@ -216,8 +250,12 @@ def run_queries(
 ) -> None:
     """Run queries in shared steps, and write a row for each in the list's order.
 
-    Collective over the model's ranks; the first one writes.
+    Collective over the model's ranks; the first one writes.  A masked language model fills the
+    masks of each query.
     """
+    if not model.spec.causal and model.spec.encoder is None and model.spec.head:
+        _fill_masks(model, queries, prompts, output)
+        return
     requests = make_requests(model, queries, prompts)
     options = options.replaced({"max_waiting": len(requests) + 1})
     with nbflow.LLMEngine(model, options) as running:
@@ -243,15 +281,36 @@ def run_queries(
     )
 
 
+def _fill_masks(model: LLM, queries: Sequence[Query], prompts: Prompts, output: str | None) -> None:
+    """Write the most probable tokens for the masks of each query."""
+    wrong = {name for query in queries for name in query.fields} & {"messages", "prefix", "system"}
+    if wrong:
+        raise UsageError(f"{model.spec.name} fills masks and takes no {sorted(wrong)[0]}")
+    found = []
+    for query in queries:
+        try:
+            found.append(fill_mask(model, prompts.masked_ids(query, model.tokenizer)))
+        except UsageError as error:
+            raise UsageError(f"{query.where}: {error}") from error
+    if not is_printing_rank(model):
+        return
+    with _rows(output, queries, MASK_RESULTS) as write:
+        for i, (query, masks) in enumerate(zip(queries, found, strict=True)):
+            listed = [[dataclasses.asdict(one) for one in mask] for mask in masks]
+            write({"index": i, **query.fields, "masks": listed})
+
+
 @contextmanager
-def _rows(output: str | None, queries: Sequence[Query]) -> Iterator[Any]:
+def _rows(
+    output: str | None, queries: Sequence[Query], results: Sequence[str] = RESULTS
+) -> Iterator[Any]:
     """Yield a function that writes a row to a file or stdout at once."""
     if output is None:
         yield lambda row: print(json.dumps(row, ensure_ascii=False), flush=True)
         return
     with Path(output).open("w", encoding="utf-8", newline="") as file:
         if output.endswith(".csv"):
-            yield _csv_writer(file, queries)
+            yield _csv_writer(file, queries, results)
         else:
             yield lambda row: _write_line(file, row)
 
@@ -261,11 +320,13 @@ def _write_line(file: TextIO, row: Mapping[str, Any]) -> None:
     file.flush()
 
 
-def _csv_writer(file: TextIO, queries: Sequence[Query]) -> Any:
+def _csv_writer(file: TextIO, queries: Sequence[Query], results: Sequence[str]) -> Any:
     """Return a function that writes a row of a CSV table with the columns of all queries."""
     used = {name for query in queries for name in (*query.fields, *query.sampling)}
+    if results == MASK_RESULTS:
+        used &= {*FIELDS}
     given = [name for name in (*FIELDS, *fields(SamplingParams)) if name in used]
-    writer = csv.DictWriter(file, ["index", *given, *RESULTS], lineterminator="\n")
+    writer = csv.DictWriter(file, ["index", *given, *results], lineterminator="\n")
     writer.writeheader()
 
     def write(row: Mapping[str, Any]) -> None:

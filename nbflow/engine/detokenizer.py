@@ -41,7 +41,8 @@ class IncrementalDetokenizer:
         prompt_ids: Sequence[int] = (),
     ) -> None:
         self._decoder = tokenizer.decode_stream()
-        for token in prompt_ids:
+        self._n_tokens = tokenizer.vocab_size
+        for token in tokenizer.known(prompt_ids):
             self._decoder.push(token)
         self._stop = [text for text in stop if text]
         self._include = include_stop
@@ -51,8 +52,11 @@ class IncrementalDetokenizer:
         """The matched stop text, or None."""
 
     def push(self, token: int) -> str:
-        """Add a token and return the text that can be released; empty after a stop text."""
-        if self._finished:
+        """Add a token and return the text that can be released; empty after a stop text.
+
+        An id without a token has no text.
+        """
+        if self._finished or token >= self._n_tokens:
             return ""
         return self._add(self._decoder.push(token))
 

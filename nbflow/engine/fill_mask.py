@@ -12,6 +12,7 @@ from nbflow.engine.request import Request
 from nbflow.engine.request_validation import check_ids
 from nbflow.sampling import Greedy
 from nbflow.tokenization import Tokenizer
+from nbflow.tokenization.chat import encode_chat
 from nbflow_kernels.errors import UsageError
 
 MAX_TOP_K = 1000
@@ -68,6 +69,18 @@ def mask_token(model: ModelInfo) -> tuple[int, str]:
     raise UsageError(f"the tokenizer of {model.spec.name} has no mask token")
 
 
+def masked_ids(tokenizer: Tokenizer, text: str, template: str | None = None) -> list[int]:
+    """Return the token ids of a text with masks.
+
+    The special tokens around it are the tokenizer's, or those of a query template:
+    ``{[CLS]}{query}{[SEP]}``.
+    """
+    if template is None:
+        return tokenizer.encode(text, add_special_tokens=True, parse_special=True)
+    message = {"role": "user", "content": text}
+    return encode_chat(tokenizer, [message], template, parse_special=True)
+
+
 def check_fills(model: ModelInfo) -> None:
     """Raise `UsageError` unless a model is a masked language model."""
     spec = model.spec
@@ -87,7 +100,7 @@ def mask_request(model: ModelInfo, text: str | Sequence[int], top_k: int) -> Req
         raise UsageError(f"top_k must be 1..{most}, got {top_k}")
     mask, name = mask_token(model)
     if isinstance(text, str):
-        text = model.tokenizer.encode(text, add_special_tokens=True, parse_special=True)
+        text = masked_ids(model.tokenizer, text)
     ids = check_ids(model.spec, text, room=0)
     masked = tuple(i for i, token in enumerate(ids) if token == mask)
     if not masked:

@@ -199,8 +199,8 @@ class LLM:
         """
         if not self.spec.head:
             raise UsageError(
-                f"{self.spec.name} is an encoder without a head, and gives no logits; use hidden() "
-                "or embed()"
+                f"{self.spec.name} is an encoder without a head, and gives no logits; use "
+                "hidden(), embed() or classify()"
             )
         return self._evaluate("logits", ids, token_types, encoder_ids)
 

@@ -427,7 +427,7 @@ class RequestOutput:
         return dataclasses.replace(
             self,
             ids=ids,
-            text="" if tokenizer is None else tokenizer.decode(ids),
+            text="" if tokenizer is None else tokenizer.decode(tokenizer.known(ids)),
             logprobs=[step.logprob for step in steps],
             top_logprobs=[step.top for step in steps if step.top],
             finish_reason="stop" if ended else "length",
@@ -440,7 +440,7 @@ def text_of(request: Request, tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return ""
     if not request.stop_texts:
-        return tokenizer.decode(request.ids)
+        return tokenizer.decode(tokenizer.known(request.ids))
     stream = IncrementalDetokenizer(tokenizer, request.stop_texts, request.include_stop_text)
     return "".join([*(stream.push(i) for i in request.ids), stream.finish()])
 

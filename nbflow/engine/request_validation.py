@@ -15,7 +15,7 @@ from nbflow.engine.request import Request
 from nbflow.engine.search import Search
 from nbflow.engine.search.api import check_search
 from nbflow.options import SamplingParams
-from nbflow.sampling import Greedy, Strategy, build_strategy, end_ids
+from nbflow.sampling import Greedy, Strategy, build_strategy, end_ids, with_recommended
 from nbflow.sampling.logits_processors import LogitsProcessors, check_token_ids, constrain
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -166,7 +166,8 @@ def validate_request(
     _check_generates(model.spec)
     if decoding is None or isinstance(decoding, (str, Strategy)):
         chosen: Strategy | Search = build_strategy(
-            params, model.spec.vocab_size, model.optional_tokenizer, model.end_ids, model.defaults,
+            params, model.spec.vocab_size, model.optional_tokenizer, model.end_ids,
+            with_recommended({"decoding": params.decoding}, model.defaults),
             decoding if isinstance(decoding, Strategy) else None,
         )  # fmt: skip
     else:
@@ -225,6 +226,6 @@ def build_request(
 def _check_generates(spec: ModelSpec) -> None:
     if not spec.causal or not spec.head:
         raise UsageError(
-            f"{spec.name} is an encoder and cannot continue a text; use hidden(), embed() "
-            "or logits()"
+            f"{spec.name} is an encoder and cannot continue a text; use hidden(), "
+            "embed(), logits() or fill_mask()"
         )

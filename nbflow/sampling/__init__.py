@@ -15,7 +15,12 @@ token of a request depends on its seed and n, not on the rest of the batch.
 
 from __future__ import annotations
 
-from nbflow.sampling.build import build_strategy, end_ids
+from nbflow.sampling.build import (
+    build_strategy,
+    end_ids,
+    of_other_strategies,
+    with_recommended,
+)
 from nbflow.sampling.logits_processors import Constrained, LogitsProcessors
 from nbflow.sampling.mirostat import Mirostat
 from nbflow.sampling.sampler_chain import Chain
@@ -50,4 +55,6 @@ __all__ = [
     "build_strategy",
     "end_ids",
     "make_strategy",
+    "of_other_strategies",
+    "with_recommended",
 ]

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nbflow.options import SamplingParams, Word
@@ -43,6 +43,27 @@ def end_ids(params: SamplingParams, known: Sequence[int], n_vocab: int) -> tuple
     check_token_ids("stop_token_ids", given, n_vocab)
     own = () if params.ignore_eos else (token for token in known if 0 <= token < n_vocab)
     return tuple(dict.fromkeys((*own, *(int(token) for token in given))))
+
+
+def with_recommended(
+    stated: Mapping[str, Any], recommended: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return stated parameters over those that a checkpoint recommends.
+
+    With a strategy among the stated ones (`decoding`), recommendations hold where it has such a
+    parameter.  Inferflow's strategies get none, as Inferflow reads none.
+    """
+    name = stated.get("decoding")
+    if name is None:
+        return {**(recommended or {}), **stated}
+    own = () if name not in STRATEGIES or name.startswith("inferflow.") else _fields(name)
+    return {k: v for k, v in (recommended or {}).items() if k in own} | dict(stated)
+
+
+def of_other_strategies(parameters: Iterable[str], decoding: str) -> set[str]:
+    """Return the parameters of strategies that this one does not have."""
+    own = _fields(decoding) if decoding in STRATEGIES else ()
+    return {name for name in parameters if name in _strategy_fields() and name not in own}
 
 
 def build_strategy(

@@ -8,10 +8,10 @@ from typing import Any
 
 from nbflow.options import SamplingParams
 from nbflow.quantization.policy import weight_formats
-from nbflow.sampling import build_strategy
+from nbflow.sampling import build_strategy, with_recommended
 from nbflow.server.config import ModelOptions, ServerConfig
 from nbflow.server.served_model import ServedModel, template_text
-from nbflow.spec import load_tokenizer, resolve
+from nbflow.spec import ModelSpec, load_tokenizer, resolve
 from nbflow.tokenization import Tokenizer, load_tokenizer_file
 from nbflow.tokenization.chat import check_template
 from nbflow_kernels import load_formats
@@ -27,7 +27,7 @@ def check_served(served: ServedModel) -> None:
             served.name, served.defaults, spec.vocab_size, served.tokenizer, served.end_ids
         )
     if served.tokenizer is not None:
-        _check_templates(served.name, served.options, served.tokenizer)
+        _check_templates(served.name, served.options, served.tokenizer, served.model.spec)
 
 
 def check_config(config: ServerConfig) -> None:
@@ -48,11 +48,11 @@ def check_config(config: ServerConfig) -> None:
         if tokenizer is not None and resolved.prompt_template is not None:
             tokenizer.prompt_template = resolved.prompt_template
         if spec.causal and spec.head:
-            defaults = {**resolved.defaults, **options.defaults}
+            defaults = with_recommended(options.defaults, resolved.defaults)
             ends = (*spec.eos_token_ids, *(() if tokenizer is None else tokenizer.eos_ids))
             _check_defaults(name, defaults, spec.vocab_size, tokenizer, ends)
         if tokenizer is not None:
-            _check_templates(name, options, tokenizer)
+            _check_templates(name, options, tokenizer, spec)
 
 
 def _tokenizer(options: ModelOptions, found: Path | None) -> Tokenizer | None:
@@ -73,14 +73,23 @@ def _check_defaults(
 ) -> None:
     """Build the strategy of a request without parameters."""
     try:
-        params = SamplingParams.parse({"temperature": 1.0, **defaults})
+        given = dict(defaults) if "decoding" in defaults else {"temperature": 1.0, **defaults}
+        params = SamplingParams.parse(given)
         build_strategy(params, n_vocab, tokenizer, end_ids)
     except UsageError as error:
         raise UsageError(f"model {name}: default parameters: {error}") from error
 
 
-def _check_templates(name: str, options: ModelOptions, tokenizer: Tokenizer) -> None:
+def _check_templates(
+    name: str, options: ModelOptions, tokenizer: Tokenizer, spec: ModelSpec
+) -> None:
     """Check the templates of a model's section."""
+    if options.encoder_template is not None and spec.causal and spec.encoder is None:
+        raise UsageError(f"model {name}: encoder_template: {spec.name} has no encoder; remove it")
+    if options.decoder_template is not None and spec.encoder is None:
+        raise UsageError(
+            f"model {name}: decoder_template: {spec.name} has no encoder; use chat_template"
+        )
     for key in ("chat_template", "encoder_template", "decoder_template"):
         stated = getattr(options, key)
         if stated is None:

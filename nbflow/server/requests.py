@@ -12,7 +12,7 @@ from nbflow.engine.search import BeamSearch, ContrastiveSearch, Search
 from nbflow.engine.speculative.config import attach
 from nbflow.option_fields import fields
 from nbflow.options import DECODER_START, STRUCTURES, SamplingParams
-from nbflow.sampling import Strategy, build_strategy
+from nbflow.sampling import Strategy, build_strategy, of_other_strategies
 from nbflow.sampling.structured_output import StructureError
 from nbflow.server.config import PER_REQUEST, Limits
 from nbflow.server.errors import ApiError
@@ -33,6 +33,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
 }  # fmt: skip
 """Values without an effect, which some clients send with searches."""
+_NEUTRAL_OF_STRATEGIES = {name: _NEUTRAL[name] for name in ("top_p", "top_k", "min_p")}
 _WITH_DEFAULT = set(fields(SamplingParams)) - PER_REQUEST
 """Parameters with a default per model."""
 _DRAWN = {fields(SamplingParams)[name].http_name for name in _WITH_DEFAULT} | {"best_of"}
@@ -118,7 +119,7 @@ def _sampling_params(
         kept = PER_REQUEST | {"ignore_eos", "stop_token_ids", *DECODER_START}
         given = {name: value for name, value in given.items() if name in kept}
     elif body.decoding is None:
-        given = {**{k: v for k, v in served.defaults.items() if k in _WITH_DEFAULT}, **given}
+        given = _with_defaults(served, given)
         if "decoding" not in given:
             given.setdefault("temperature", 1.0)
     given.setdefault("seed", secrets.randbits(63))
@@ -126,9 +127,25 @@ def _sampling_params(
     return SamplingParams.parse(given | {"n": 1})
 
 
+def _with_defaults(served: ServedModel, given: dict[str, Any]) -> dict[str, Any]:
+    """Return parameters over the model's defaults.
+
+    Parameters that the default strategy does not have choose another one, as they do without a
+    default; with a neutral value they are left out.
+    """
+    defaults = served.defaults
+    others = of_other_strategies(given, defaults["decoding"]) if "decoding" in defaults else set()
+    unset = {name for name in others if given[name] in _NEUTRAL_OF_STRATEGIES.get(name, ())}
+    if others - unset:
+        defaults = served.defaults_with(None)
+    kept = {name: value for name, value in given.items() if name not in unset}
+    return {**{k: v for k, v in defaults.items() if k in _WITH_DEFAULT}, **kept}
+
+
 def _strategy(served: ServedModel, body: GenerationBody, params: SamplingParams) -> Strategy:
     """Return the decoding strategy of a body with its constraints."""
-    defaults = {} if body.decoding is None else served.defaults  # `params` has them without one
+    # `params` has them without a strategy of the body
+    defaults = {} if body.decoding is None else served.defaults_with(body.decoding)
     n_vocab = served.model.spec.vocab_size
     try:
         return build_strategy(params, n_vocab, served.tokenizer, served.end_ids, defaults)

@@ -9,6 +9,7 @@ from typing import Any
 
 import nbflow
 from nbflow.engine.detokenizer import IncrementalDetokenizer
+from nbflow.sampling import of_other_strategies, with_recommended
 from nbflow.server.bounds import MIN_PROMPT_BYTES
 from nbflow.server.config import ModelOptions
 from nbflow.server.errors import ApiError
@@ -46,7 +47,7 @@ class ServedModel:
         self.engine = engine
         self.draft = draft
         self.created = int(time.time())
-        self.defaults: dict[str, Any] = {**model.defaults, **options.defaults}
+        self.defaults = with_recommended(options.defaults, model.defaults)
         """Sampling parameters of requests that do not state them."""
         try:
             self.tokenizer: Tokenizer | None = model.tokenizer
@@ -59,6 +60,17 @@ class ServedModel:
         """Longest text to tokenize: more bytes cannot fit the context."""
         stated = options.chat_template
         self._template = None if stated is None else template_text(stated)
+
+    def defaults_with(self, decoding: str | None) -> dict[str, Any]:
+        """Return the defaults of a request with another strategy than `defaults` have.
+
+        With None, its parameters choose the strategy, and the defaults have none for it.
+        """
+        stated: dict[str, Any] = {**self.options.defaults, "decoding": decoding}
+        if decoding is None:
+            chosen = of_other_strategies(stated, "greedy") | {"decoding"}
+            stated = {name: value for name, value in stated.items() if name not in chosen}
+        return with_recommended(stated, self.model.defaults)
 
     @property
     def generates(self) -> bool:

@@ -31,14 +31,15 @@ class Offsets:
     def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int] = ()) -> None:
         self._stream = None if tokenizer is None else tokenizer.decode_stream()
         self._length = 0
-        if self._stream is not None:
-            for token in before:
+        self._n_tokens = 0 if tokenizer is None else tokenizer.vocab_size
+        if tokenizer is not None and self._stream is not None:
+            for token in tokenizer.known(before):
                 self._stream.push(token)
 
     def __call__(self, token: int) -> int:
         """Return the offset of the next token."""
         offset = self._length
-        if self._stream is not None:
+        if self._stream is not None and token < self._n_tokens:
             self._length += len(self._stream.push(token))
         return offset
 

@@ -163,6 +163,10 @@ class Tokenizer(ABC):
     def token_id(self, token: str) -> int | None:
         """Return the id of a vocabulary entry, or None."""
 
+    def known(self, ids: Iterable[int]) -> list[int]:
+        """Return the ids that have a token; the head of a model may have more rows."""
+        return [i for i in ids if i < self.vocab_size]
+
     def check_id(self, token_id: int) -> int:
         """Return `token_id` as an int if it is in the vocabulary, or raise `UsageError`."""
         token_id = int(token_id)

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from encoder_models import bert, translator
+from safetensors.numpy import load_file, save_file
 
 import nbflow
 from nbflow import cli
@@ -161,3 +163,54 @@ def test_inferflows_file(capsys, tmp_path):
     ini.write_text(INI.replace('"res_prefix"', '"prefix"'))
     with pytest.raises(UsageError, match="unknown field 'prefix'"):
         read_query_ini(ini)
+
+
+ENCODER_INI = """\
+[main]
+query_list = query_list
+[query_list]
+query_count = 1
+query1 = {"text": "%s"%s}
+[transformer_engine]
+models = m
+cpu_threads = 1
+[model.m]
+model_dir = m
+device_weight_data_type =
+device_kv_cache_data_type =
+encoder_input_template = %s
+"""
+
+
+def test_inferflows_templates_of_an_encoder(capsys, tmp_path):
+    """The section's or the query's, with the sinusoidal tables that old checkpoints store."""
+    weights = translator(tmp_path / "m") / "model.safetensors"
+    table = load_file(weights)["model.shared.weight"][:2]
+    for part in ("encoder", "decoder"):
+        name = f"model.{part}.embed_positions.weights"
+        save_file({**load_file(weights), name: table}, weights, metadata={"format": "pt"})
+    ini = tmp_path / "llm_inference.ini"
+    own = ', "encoder_input_template": "{__zh__}{ }{query}{</s>}"'
+    texts = []
+    for more in ("", own):
+        of_file = "{__fr__}{ }{query}{</s>}\ndecoder_input_template = {#2}{__zh__}{res_prefix}"
+        ini.write_text(ENCODER_INI % ("w10 w11", more, of_file))
+        code, out, err = run(capsys, ini, "-n", 4, "--decoding", "greedy")
+        assert code == 0, err
+        texts.append(json.loads(out)["text"])
+    with nbflow.load(tmp_path / "m", kv="f16", threads=1) as model:
+        for text, language in zip(texts, (78, 77), strict=True):
+            alone = model.generate([language, 10, 11, 2], 4, decoder_ids=[2, 77])
+            assert text == alone.text
+
+
+def test_inferflows_masks(capsys, tmp_path):
+    bert(tmp_path / "m")
+    ini = tmp_path / "llm_inference.ini"
+    ini.write_text(ENCODER_INI % ("w10 [MASK]", "", "{[CLS]}{query}{[SEP]}"))
+    code, out, err = run(capsys, ini)
+    assert code == 0, err
+    (mask,) = json.loads(out)["masks"]
+    with nbflow.load(tmp_path / "m", kv="f16", threads=1) as model:
+        (expected,) = nbflow.fill_mask(model, [2, 10, 4, 3])
+    assert [one["token"] for one in mask] == [one.token for one in expected]

@@ -63,6 +63,19 @@ def test_the_strategy_is_that_of_the_file(service):
     assert service.http.post("/chat/completions", json=chat).status_code == 200
 
 
+def test_parameters_of_other_strategies(service):
+    """Those that FSD does not have choose a strategy; neutral values do not."""
+
+    def text(**body) -> str:
+        given = {"prompt": "def f(", "max_tokens": 6, "seed": 3, **body}
+        answer = service.http.post("/v1/completions", json=given)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    assert text() == text(top_p=1, top_k=-1) == text(decoding="inferflow.fsd")
+    assert text(top_k=1) == text(decoding="greedy")
+
+
 def test_requests_above_the_workers_wait(service):
     found = []
 

@@ -56,3 +56,11 @@ def test_half_a_character_at_the_end_is_shown_as_such(tokenizer):
     stream = IncrementalDetokenizer(tokenizer)
     assert [stream.push(i) for i in ids[:-1]] == [""] * (len(ids) - 1)
     assert set(stream.finish()) == {"\ufffd"}
+
+
+def test_ids_without_a_token_have_no_text(tokenizer):
+    """The head of a model may have more rows than the vocabulary."""
+    n = tokenizer.vocab_size
+    stream = IncrementalDetokenizer(tokenizer, prompt_ids=[n + 5])
+    assert [stream.push(i) for i in (n, *tokenizer.encode("x"), n + 1)] == ["", "x", ""]
+    assert tokenizer.known([0, n - 1, n]) == [0, n - 1]

@@ -124,6 +124,16 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(Path(nk.__path__[0]).parent)}
 
 
+def test_names_of_gpu_libraries_have_an_alternative() -> None:
+    """FlashInfer's names that call one raise an error with the name to use."""
+    missing = "xqa"
+    with pytest.raises(AttributeError, match="no attribute 'xqa'; use BatchDecodeWithPaged"):
+        getattr(nk, missing)
+    for names in op_registry.FLASHINFER_INSTEAD.values():
+        for name in names.split("(")[0].split(" and "):
+            assert name in nk.__all__
+
+
 def test_names_for_type_checkers_are_the_public_names() -> None:
     tree = ast.parse(Path(nk.__path__[0], "__init__.pyi").read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]

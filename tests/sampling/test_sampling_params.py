@@ -21,6 +21,8 @@ from nbflow.sampling import (
     TopP,
     build_strategy,
     dry_breakers,
+    of_other_strategies,
+    with_recommended,
 )
 from nbflow.sampling.dry_breakers import breaker_sequences
 from nbflow.sampling.logits_processors import constrain
@@ -86,6 +88,17 @@ def test_recommended_values_are_taken_where_none_is_given():
     assert build_strategy(SamplingParams(decoding="greedy"), 100, defaults=recommended) == Greedy()
     made = build_strategy(SamplingParams(typical_p=0.8), 100, defaults=recommended)
     assert (made.temperature, made.top_p, made.top_k, made.min_p) == (0.6, 0.9, 0, 0.0)
+
+
+def test_recommended_values_with_a_stated_strategy():
+    """They hold where the strategy has such a parameter, and never with Inferflow's."""
+    recommended = {"temperature": 0.3, "top_p": 0.9, "top_k": 5}
+    assert with_recommended({"top_k": 7}, recommended) == recommended | {"top_k": 7}
+    stated = {"decoding": "top_p", "min_tokens": 3}
+    assert with_recommended(stated, recommended) == stated | {"temperature": 0.3, "top_p": 0.9}
+    stated = {"decoding": "inferflow.top_p", "top_p": 0.8}
+    assert with_recommended(stated, recommended) == stated
+    assert of_other_strategies(["top_k", "top_p", "stop"], "inferflow.top_p") == {"top_k"}
 
 
 def test_temperatures_near_zero_are_greedy(rows):

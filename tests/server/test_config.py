@@ -287,6 +287,7 @@ def test_inferflow_specification(tmp_path, capsys):
         ("worker_count", "worker_cuont", "did you mean 'worker_count'"),
         ("[app_env.base]", "[app_env.bsae]", "did you mean"),
         ("attn_wq = auto", "attn_wq = Q7", "unknown format 'Q7'"),
+        ("model_spec.json", "none.toml", "file: .*none.toml does not exist"),
         ("${data_root_dir}", "${data_dir}", "unknown macro"),
         ("${data_root_dir}", "${app_env.logging/log_dir}", "refer to each other"),
         ("line_count = 2", "line_count = 3", "line3 is missing"),
@@ -392,6 +393,11 @@ def test_the_file_of_the_current_folder(tmp_path, monkeypatch, capsys):
     wrong = "[models.a]\npath = 'tiny_python'\n[models.a.defaults]\ndecoding = 'topp'"
     assert code_of("serve", str(write(tmp_path, wrong)), "--check") == 2
     assert "model a: default parameters: unknown decoding strategy" in capsys.readouterr().err
+    greedy = wrong.replace("topp", "greedy")  # which has no parameters
+    assert code_of("serve", str(write(tmp_path, greedy)), "--check") == 0
+    wrong = "[models.a]\npath = 'tiny_python'\nencoder_template = '{query}'"
+    assert code_of("serve", str(write(tmp_path, wrong)), "--check") == 2
+    assert "model a: encoder_template: tiny_python has no encoder" in capsys.readouterr().err
 
 
 def test_the_plan(tmp_path):

@@ -33,6 +33,7 @@ _COLUMNS = (
     ("speculation_speedup", "of plain", "{:.2f}", 1.0),
     ("traffic_bytes_per_token", "sent B/tok", "{:.0f}", 1.0),
     ("weight_bytes", "weights MB", "{:.2f}", 1e-6),
+    ("vram_bytes", "VRAM MB", "{:.2f}", 1e-6),
 )
 """Columns of the final table: metric, heading, format and factor."""
 

@@ -105,8 +105,9 @@ class _StreamPrinter:
         self._request, self._n = request, 0
         self._stream = None
         if is_printing_rank(model) and not silent:
-            before = model.tokenizer.decode_stream()
-            shown = "".join([*(before.push(i) for i in request.prompt), before.finish()])
+            own = model.tokenizer
+            before = own.decode_stream()
+            shown = "".join([*(before.push(i) for i in own.known(request.prompt)), before.finish()])
             _show("" if chat else shown)
             self._stream = IncrementalDetokenizer(
                 model.tokenizer, request.stop_texts, request.include_stop_text, request.prompt
@@ -133,7 +134,8 @@ def _print_search(
     if arguments.json:
         _print_json(arguments, found)
     else:
-        print(("" if is_chat(arguments) else model.tokenizer.decode(prompt)) + found.text)
+        own = model.tokenizer
+        print(("" if is_chat(arguments) else own.decode(own.known(prompt))) + found.text)
 
 
 def _print_json(arguments: argparse.Namespace, made: RequestOutput) -> None:

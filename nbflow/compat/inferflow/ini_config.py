@@ -32,7 +32,7 @@ DEFAULT_FILE = "inferflow_service.ini"
 """File that the command line reads if none is named."""
 
 
-def read_ini(path: Path, device: str | None = None) -> ServerConfig:
+def read_ini(path: Path, device: str | None = None, *, serves: bool = True) -> ServerConfig:
     """Read an Inferflow service file.
 
     Parameters
@@ -41,6 +41,8 @@ def read_ini(path: Path, device: str | None = None) -> ServerConfig:
         The file.
     device : str, optional
         Device of its models; by default CUDA if the machine has a device, else the CPU.
+    serves : bool
+        False to leave the log and the status file out.
     """
     sections = read_sections(path)
     folder = f"{path.absolute().parent}/"  # Inferflow's macros of folders end in a slash
@@ -64,8 +66,9 @@ def read_ini(path: Path, device: str | None = None) -> ServerConfig:
     reader = ModelReader(sections, engine, macros, _templates(sections, str(path)), path, device)
     table["models"] = {name: reader.read(name) for name in _listed(engine, macros, str(path))}
     reader.tell_device()
-    table["log"] = _log(sections.get("app_env.logging", {}), macros, path)
-    _tell_status(sections.get("app_env.status_manager", {}), str(path))
+    if serves:
+        table["log"] = _log(sections.get("app_env.logging", {}), macros, path)
+        _tell_status(sections.get("app_env.status_manager", {}), str(path))
     return resolve_files(make_config(table, str(path)), path.parent)
 
 

@@ -136,6 +136,8 @@ class ModelReader:
         if spec.suffix == ".json" and not spec.is_file():
             take_note(f"{where} {key}: {spec} does not exist; the checkpoint describes the model")
             return
+        if spec.suffix == ".toml" and not spec.is_file():
+            raise UsageError(f"{where} {key}: {spec} does not exist")
         if spec.suffix != ".json":
             table["spec"] = str(spec) if spec.exists() else values[key]
             return

@@ -208,7 +208,7 @@ def _sampling(served: ServedModel, body: NativeBody) -> GenerationBody:
         raise ApiError(400, str(unknown_name("decoding_alg", body.decoding_alg, INFERFLOW)))
     values = {
         "seed": body.random_seed or None,
-        "temperature": body.temperature,
+        "temperature": body.temperature if "temperature" in body.model_fields_set else None,
         "decoding": f"inferflow.{name}" if name else None,
     }
     return GenerationBody.model_validate(values)

@@ -153,8 +153,8 @@ class _CompletionWriter(ResponseWriter):
         if isinstance(prompt, str):
             return prompt
         if index not in self._decoded:
-            tokenizer = self._served.tokenizer
-            self._decoded[index] = "" if tokenizer is None else tokenizer.decode(prompt)
+            own = self._served.tokenizer
+            self._decoded[index] = "" if own is None else own.decode(own.known(prompt))
         return self._decoded[index]
 
     def _add_prompt(

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from nbflow.engine.fill_mask import check_fills, fillings, mask_request
+from nbflow.engine.fill_mask import check_fills, fillings, mask_request, masked_ids
 from nbflow.engine.request import Request as EngineRequest
 from nbflow.server.errors import ApiError, json_response
 from nbflow.server.routes.classify import evaluate
@@ -56,7 +56,8 @@ async def fill_mask(body: FillMaskBody, request: Request, state: State) -> Respo
         for text in texts:
             check_wanted()
             served.check_size(text, "inputs")
-            found.append(mask_request(served.model, text, body.parameters.top_k))
+            ids = masked_ids(served.model.tokenizer, text, served.options.encoder_template)
+            found.append(mask_request(served.model, ids, body.parameters.top_k))
         size = sum(len(one.masked) * len(one.prompt) for one in found) * body.parameters.top_k
         most = state.config.limits.logprobs
         if size > most:
