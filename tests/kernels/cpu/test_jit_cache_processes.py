@@ -100,7 +100,7 @@ from numba.core import event
 import nbflow_kernels as nk
 
 x = np.ones((1, 64), np.float32)
-w = nk.quantize(x, "q4_0", quantizer="reference")
+w = nk.QuantTensor.from_bytes(bytes(36), "q4_0", (1, 64))
 with event.install_recorder("numba:compile") as compiled:
     for activations in ("f32", "int8"):
         nk.qmatmul(x, w, activations=activations)
