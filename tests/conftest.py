@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,9 +16,21 @@ if TYPE_CHECKING:
     import nbflow
 
 
+LONGEST = (
+    *("docs/test_notebooks.py", "cuda/test_ops.py", "cuda/test_quantized_matmul.py"),
+    *("kernels/test_ops.py", "cuda/test_dequantize.py", "cuda/test_fusion_and_graphs.py"),
+    *("mpi/test_faults.py", "server/test_ranks.py", "kernels/formats/test_user_formats.py"),
+    *("cuda/test_attention_compiled_code.py", "cuda/test_attention_wrappers.py"),
+    *("cuda/test_engine.py", "experiments/test_sweep_mpi.py", "docs/test_readme.py"),
+)
+"""Files that take more than half a minute, the longest first."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the file that takes longest: at the end one worker would run it alone."""
-    items.sort(key=lambda item: item.path.name != "test_notebooks.py")
+    """Begin with the longest files: at the end one worker would run them alone."""
+    folder = Path(__file__).parent
+    place = {folder / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 def pytest_configure() -> None:

@@ -95,13 +95,12 @@ def test_prompts_by_wgmma_keep_sums_in_registers(
     assert found.async_copies
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_fallback_kernel_and_merges_have_no_float64(arch: str) -> None:
+def test_fallback_kernel_and_merges_have_no_float64() -> None:
     for kernel in (
         attention.simt_kernel((KINDS["q8_0"], KINDS["q4_0"])),
         attention.merge_many_kernel,
     ):
-        assert facts(kernel, arch).fp64 == 0
+        assert facts(kernel, "sm_80").fp64 == 0
 
 
 def test_appending_moves_16_bytes_at_once() -> None:
@@ -112,18 +111,16 @@ def test_appending_moves_16_bytes_at_once() -> None:
     assert facts(kvcache.append_kernel((KINDS["q8_0"], KINDS["q4_0"])), "sm_80").fp64 == 0
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_samplers_stay_in_registers(arch: str) -> None:
+def test_samplers_stay_in_registers() -> None:
     """1024 threads per row have 64 registers each."""
     for kernel in (sampling.sample.kernel, sampling.sample_logits.kernel):
-        found = facts(kernel, arch)
+        found = facts(kernel, "sm_80")
         assert found.registers is not None
         assert found.registers <= 64
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_sums_over_ranks_move_16_bytes_at_once(arch: str) -> None:
-    for name in ("one_shot", "two_shot"):
+def test_sums_over_ranks_move_16_bytes_at_once() -> None:
+    for name, arch in (("one_shot", "sm_80"), ("two_shot", "sm_90")):
         found = facts(all_reduce._kernel(name, "Bfloat"), arch)
         assert (found.fp64, found.stack_bytes) == (0, 0)
         assert found.wide_loads > 0

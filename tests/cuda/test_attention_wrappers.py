@@ -251,18 +251,20 @@ def test_latent_attention(xp: Any, sizes: tuple[int, int, int]) -> None:
 
 def test_values_that_are_columns_of_latent_keys(xp: Any) -> None:
     """DeepSeek's 576 and 512 columns in one array: in two splits, and in one item."""
-    H, D, C, page_size, n = 3, 576, 512, 16, 600
+    H, D, C, page_size, n = 3, 576, 512, 16, 90
     rng = np.random.default_rng(9)
-    q, pages = normal(rng, 1, H, D), normal(rng, 38, 1, page_size, D).astype(np.float16)
+    q, pages = normal(rng, 1, H, D), normal(rng, 6, 1, page_size, D).astype(np.float16)
     rows = pages.reshape(1, -1, D)[:, :n]
     # head by head, so that keys of one head and values of fewer columns are those of `reference`
     k, v = (np.repeat(x.transpose(1, 0, 2), H, axis=1) for x in (rows, rows[..., :C]))
     wanted = reference.single_prefill_with_kv_cache(q, k, v, sm_scale=0.05)
-    plan = AttentionPlan((H, 1, D, C), page_size, kv_layout="HND", sm_scale=0.05)
+    options: Any = {"kv_layout": "HND", "sm_scale": 0.05, "split_keys": 64}
+    plan = AttentionPlan((H, 1, D, C), page_size, **options)
     cache, found = xp.asarray(pages), []
     for may_split in (1, 0):
         plan.header[at.MAY_SPLIT] = may_split
-        plan_into(plan, ints(0, 1), ints(0, 38), np.arange(38, dtype=np.int32), ints(n))
+        plan_into(plan, ints(0, 1), ints(0, 6), np.arange(6, dtype=np.int32), ints(n))
+        assert len(schedule(plan, kernels.DECODE, 132).merges) == may_split
         out = xp.empty((1, H, C), np.float32)
         kernels.attend(plan, xp.asarray(q), cache, cache[..., :C], out, None, (F16, F16))
         np.testing.assert_allclose(out.get(), wanted, rtol=0, atol=ATOL)

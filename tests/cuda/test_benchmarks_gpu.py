@@ -186,13 +186,13 @@ def _launched(case: OpCase, cupy: Any) -> tuple[str, str | None]:
 def test_every_call_of_a_decode_step_is_a_graph(cupy: Any) -> None:
     """Products of few rows, and planned attention: a capture neither allocates nor copies."""
     cupy.reset(arch="sm_90")
-    formats = ("f16", "bf16", "q8_0", "q4_0", "q4_k", "q3h", "q2_k", "iq4_xs", "q4", "q8")
+    formats = ("f16", "q8_0", "q4_k", "q3h")  # without and with units, K-quants, with a base
     cases = [
         product_case(f"{format}_{T}", T, 64, 512, format, activations=activations)
         for format in formats
         for T in (1, 8, 16)
         for activations in ("f32", "bf16", "int8")
-        if activations != "int8" or format not in ("f16", "bf16")
+        if activations != "int8" or format != "f16"
     ]
     timed = [case for case in op_registry.all_cases() if case.timed]
     assert {gpu_calls.kind(case) for case in timed} == set(gpu_calls.KINDS)

@@ -44,11 +44,10 @@ def _facts(kernel: Any, arch: str) -> nbflow_ptx.KernelFacts:
     return facts
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", HOT)
-def test_hot_kernels_move_16_bytes_at_once_and_keep_rows_in_registers(name: str, arch: str) -> None:
+def test_hot_kernels_move_16_bytes_at_once_and_keep_rows_in_registers(name: str) -> None:
     make, others, most_registers = HOT[name]
-    facts = _facts(make(), arch)
+    facts = _facts(make(), "sm_90")
     assert facts.fp64 == 0
     assert (facts.local_accesses, facts.stack_bytes) == (0, 0)
     assert set(facts.global_loads or {}) | set(facts.global_stores or {}) <= {16} | others
@@ -57,12 +56,11 @@ def test_hot_kernels_move_16_bytes_at_once_and_keep_rows_in_registers(name: str,
     assert facts.registers <= most_registers
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
     "kernel", [sparse._sparse_matmul, logits._soft_cap, norm._linear, position._alibi], ids=repr
 )
-def test_float32_kernels_have_no_float64(kernel: Any, arch: str) -> None:
-    assert _facts(kernel, arch).fp64 == 0
+def test_float32_kernels_have_no_float64(kernel: Any) -> None:
+    assert _facts(kernel, "sm_80").fp64 == 0
 
 
 @pytest.mark.parametrize("name", ["q4_k", "q3h", "q8", "mxfp4"])
@@ -71,9 +69,8 @@ def test_decoders_have_no_float64_and_no_local_memory(name: str) -> None:
     assert (facts.fp64, facts.local_accesses) == (0, 0)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_sums_of_rows_are_float64_but_not_what_is_done_for_each_logit(arch: str) -> None:
-    facts = _facts(logits._log_softmax, arch)
+def test_sums_of_rows_are_float64_but_not_what_is_done_for_each_logit() -> None:
+    facts = _facts(logits._log_softmax, "sm_80")
     assert facts.stack_bytes == 0
     assert facts.registers is not None
     assert facts.registers <= 64  # two thread blocks of 512 on a multiprocessor

@@ -13,6 +13,7 @@ from emulated_arrays import emulated
 from nbflow_kernels import op_registry
 from nbflow_kernels.errors import MissingExtraError
 from nbflow_kernels.op_case import OpCase
+from nbflow_kernels.quantized_matmul.cases import FORMS
 from nbflow_kernels.testing import checks
 
 CASES = [
@@ -20,10 +21,16 @@ CASES = [
     for case in op_registry.all_cases()
     if not case.timed and case.op not in op_registry.NO_CUDA
 ]
+# one row in float32 and seven in int8 have all of a format's code between them; the tests of
+# products in any batch have the other two pairs, for each kind of codes
+OTHERS = {
+    f"qmatmul-{format}_{kind}" for format in FORMS for kind in ("odd", "one_row_int8")
+}  # fmt: skip
+EMULATED = [case for case in CASES if case.id not in OTHERS]
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", EMULATED, ids=lambda case: case.id)
 def test_case_equals_reference(case: OpCase, cupy: Any) -> None:
     assert checks.check(case, emulated(cupy)) <= 1.0
 

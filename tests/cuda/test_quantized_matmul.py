@@ -67,10 +67,10 @@ def test_bytes_are_divided_by_two_instructions_as_a_division_rounds() -> None:
 
 @pytest.mark.parametrize("format", KINDS)
 def test_a_row_has_the_same_bits_in_any_batch(format: str, cupy: Any) -> None:
-    x, w = make(format, 17, 37, 2100)
+    x, w = make(format, 17, 37, 1100)  # 9 chunks: one or two in each of 8 splits
     there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
     many = nk.qmatmul(x_there, there).get()
-    assert np.abs(many - reference.qmatmul(x, w)).max() <= allowed(2100)
+    assert np.abs(many - reference.qmatmul(x, w)).max() <= allowed(1100)
     for n in (1, 8, 12):  # 12: small tiles; `cases.py` has other numbers of rows
         few = nk.qmatmul(x_there[3 : 3 + n], there).get()
         assert few.tobytes() == many[3 : 3 + n].tobytes()
@@ -139,16 +139,15 @@ def test_thread_blocks_have_equal_shares(n_tiles: int, tokens: int, grid: tuple[
     assert grid[0] * grid[3] >= n_tiles
 
 
-@pytest.mark.parametrize("max_shared_bytes", [48 << 10, 24 << 10])
 def test_splits_per_thread_block_do_not_change_a_bit(
-    max_shared_bytes: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
+    cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, w = make("q4_0", 4, 40, 4200)
     there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
     whole = nk.qmatmul(x_there, there).get()
     device = type(cupy.ndarray.__kernel_device__)
-    monkeypatch.setattr(device, "max_shared_bytes", max_shared_bytes)
-    for _ in range(2):  # arrival counters are reset
+    for n_bytes in (48 << 10, 24 << 10, 24 << 10):  # again: arrival counters are reset
+        monkeypatch.setattr(device, "max_shared_bytes", n_bytes)
         assert nk.qmatmul(x_there, there).get().tobytes() == whole.tobytes()
 
 

@@ -9,9 +9,11 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
+from jupyter_core.utils import run_sync
 from mpirun import PYTHONPATH
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +42,11 @@ def tool():
         yield importlib.import_module("run_notebooks")
 
 
-@pytest.fixture
+OWN_KERNEL = ("step_through_a_kernel",)
+"""Notebooks that set something before they import Numba; the others share a kernel."""
+
+
+@pytest.fixture(scope="module")
 def core_of_its_own() -> Iterator[None]:
     """Have one core where there is a worker for each: threads would wait for the others' cores."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
@@ -51,6 +57,41 @@ def core_of_its_own() -> Iterator[None]:
     os.sched_setaffinity(0, {cores[int(worker) % len(cores)]})
     yield
     os.sched_setaffinity(0, cores)
+
+
+class Kernel:
+    """A Jupyter kernel that runs one notebook after the other; a new one after a failure."""
+
+    def __init__(self, execute: Any, manager: Any) -> None:
+        self._execute, self._manager = execute, manager
+        self._running = manager()
+
+    def run(self, path: Path) -> nbformat.NotebookNode:
+        """Run a notebook and return it with its outputs."""
+        if path.stem in OWN_KERNEL:
+            return self._execute(path)
+        try:
+            return self._execute(path, self._running)
+        except BaseException:
+            self.stop()
+            self._running = self._manager()
+            raise
+
+    def stop(self) -> None:
+        """End the kernel's process."""
+        if self._running.has_kernel:
+            run_sync(self._running.shutdown_kernel)(now=True)
+
+
+@pytest.fixture(scope="module")
+def kernel(tool, core_of_its_own: None, tmp_path_factory: Any) -> Iterator[Kernel]:
+    """Jupyter kernel of this file: imports and loaded models are the larger part of a short one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", PYTHONPATH)
+        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
+        made = Kernel(tool.execute, tool.AsyncKernelManager)
+        yield made
+        made.stop()
 
 
 def kind(output: nbformat.NotebookNode) -> tuple[str, ...]:
@@ -94,15 +135,12 @@ def differences(stored: nbformat.NotebookNode, found: nbformat.NotebookNode) -> 
     return described
 
 
-@pytest.mark.usefixtures("core_of_its_own")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(tool, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_runs(tool, kernel: Kernel, path: Path) -> None:
     module, package = NEEDS.get(path.stem, ("", ""))
     if module and importlib.util.find_spec(module) is None:
         pytest.skip(f"needs {package}")
-    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    found = tool.merged_streams(tool.execute(path))
+    found = tool.merged_streams(kernel.run(path))
     outputs = [output for cell in found.cells for output in cell.get("outputs", [])]
     assert not [output for output in outputs if output.get("name") == "stderr"]
     stored = nbformat.read(path, as_version=4)

@@ -34,8 +34,13 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     return FakeEngine(tmp_path / "model").install(monkeypatch.setattr)
 
 
+@pytest.fixture(scope="session")
+def sweep_text() -> str:
+    return SWEEP
+
+
 @pytest.fixture
-def sweep_file(tmp_path: Path) -> Path:
+def sweep_file(tmp_path: Path, sweep_text: str) -> Path:
     path = tmp_path / "unit.toml"
-    path.write_text(SWEEP)
+    path.write_text(sweep_text)
     return path

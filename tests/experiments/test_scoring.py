@@ -293,22 +293,22 @@ def test_the_text_beside_a_model_in_a_format_of_the_user(
     """The checkpoint can be read once the formats are known, so these come first."""
     source = (Path(__file__).parents[1] / "helpers" / "user_formats.py").read_text()
     formats, model = tmp_path / "mine.py", tmp_path / "model"
-    formats.write_text(source + "\nimport nbflow_kernels as nk\nnk.register_format(NoForm)\n")
+    formats.write_text(source + "\nimport nbflow_kernels as nk\nnk.register_format(Nibbles)\n")
     text = CHECKPOINTS / "tiny_python" / "eval.txt"
     words = ["--formats", str(formats), "-c", "32", "--windows", "1"]
     try:
         nk.load_formats(formats)
-        nbflow.quantize_checkpoint("tiny_python", model, "noform_b32")
+        nbflow.quantize_checkpoint("tiny_python", model, "nibbles_b32")
         (model / "eval.txt").write_text(text.read_text()[:2000])
-        nk.unregister_format("noform_b32")
+        nk.unregister_format("nibbles_b32")
         code, out, err = call(capsys, "perplexity", str(model), *words, "--json")
         assert (code, err) == (0, "")
         assert json.loads(out)["tokens"] == 15
-        nk.unregister_format("noform_b32")
+        nk.unregister_format("nibbles_b32")
         code, _, err = call(capsys, "imatrix", str(model), *words, "-o", str(tmp_path / "i.gguf"))
         assert (code, err) == (0, "")
     finally:
-        nk.unregister_format("noform_b32")
+        nk.unregister_format("nibbles_b32")
 
 
 @pytest.mark.parametrize(

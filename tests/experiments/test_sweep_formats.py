@@ -29,7 +29,7 @@ model = "tiny_python"
 prompt = 4
 decode = 2
 [axes]
-weights = ["q4", "noform_b32"]
+weights = ["q4", "nibbles_b32"]
 outliers = [0, 0.005]
 """
 
@@ -41,10 +41,10 @@ def sweep(tmp_path: Path):
     source = (ROOT / "tests" / "helpers" / "user_formats.py").read_text()
     (tmp_path / "formats").mkdir()
     file = tmp_path / "formats" / "mine.py"
-    file.write_text(source + "\nimport nbflow_kernels as nk\n\nnk.register_format(NoForm)\n")
+    file.write_text(source + "\nimport nbflow_kernels as nk\n\nnk.register_format(Nibbles)\n")
     yield path
-    if "noform_b32" in nk.FORMATS:
-        nk.unregister_format("noform_b32")
+    if "nibbles_b32" in nk.FORMATS:
+        nk.unregister_format("nibbles_b32")
 
 
 def test_the_file_is_read_before_the_names_in_it(sweep: Path) -> None:
@@ -52,13 +52,13 @@ def test_the_file_is_read_before_the_names_in_it(sweep: Path) -> None:
     assert found.formats == (sweep.parent / "formats" / "mine.py",)
     assert [(p["weights"], p["outliers"]) for p in found.points] == [
         *(("q4", 0.0), ("q4", 0.005)),
-        *(("noform_b32", 0.0), ("noform_b32", 0.005)),
+        *(("nibbles_b32", 0.0), ("nibbles_b32", 0.005)),
     ]
 
 
 def test_the_source_of_a_format_is_part_of_its_points(sweep: Path) -> None:
     before = make_points(load_sweep(sweep))
-    nk.unregister_format("noform_b32")
+    nk.unregister_format("nibbles_b32")
     file = sweep.parent / "formats" / "mine.py"
     file.write_text(file.read_text() + "# another version\n")
     after = make_points(load_sweep(sweep))
@@ -73,7 +73,7 @@ def test_a_sweep_measures_them(sweep: Path, tmp_path: Path) -> None:
     table = pd.read_csv(tmp_path / "out" / "own" / "points.csv", dtype={"partition": str})
     assert set(table.status) == {"done"}
     rows = table.set_index(["weights", "outliers"])
-    for name in ("q4", "noform_b32"):
+    for name in ("q4", "nibbles_b32"):
         plain, kept = rows.loc[(name, 0.0)], rows.loc[(name, 0.005)]
         assert kept.weight_error_relative < plain.weight_error_relative
         assert kept.bits_per_weight == pytest.approx(kept.stored_bits_per_weight)
@@ -91,7 +91,7 @@ def test_every_rank_loads_the_file(sweep: Path, tmp_path: Path) -> None:
     sweep.write_text(SWEEP.replace('formats = ["formats/mine.py"]', ""))
     command = [mpirun, "-n", "2", sys.executable, "-m", "nbflow", "sweep", str(sweep)]
     command += ["--out", str(tmp_path / "out"), "--formats", "formats/mine.py"]
-    command += ["--set", 'axes.partition=["0&1"]', "--set", 'axes.weights=["noform_b32"]']
+    command += ["--set", 'axes.partition=["0&1"]', "--set", 'axes.weights=["nibbles_b32"]']
     done = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240
     )
@@ -105,8 +105,8 @@ def test_every_rank_loads_the_file(sweep: Path, tmp_path: Path) -> None:
     [
         ("0.005", "0.5", r"outliers must be in 0..0.05, got 0.5"),
         ("0.005", '"a lot"', "outliers must be a number, got 'a lot'"),
-        ('["q4", "noform_b32"]', '["q4", "f32"]', "outliers = 0.005 needs weights in a block"),
-        ('formats = ["formats/mine.py"]', "", "unknown weight format 'noform_b32'"),
+        ('["q4", "nibbles_b32"]', '["q4", "f32"]', "outliers = 0.005 needs weights in a block"),
+        ('formats = ["formats/mine.py"]', "", "unknown weight format 'nibbles_b32'"),
         ('["formats/mine.py"]', '["other.py"]', "cannot read the file of formats .*other.py"),
         ('["formats/mine.py"]', '"formats/mine.py"', "formats must be a list of file names"),
     ],

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -33,21 +34,33 @@ def boom() -> None:
     raise RuntimeError("a <b>bad</b> & long message")
 
 
-@pytest.fixture
-def results(fake: FakeEngine, sweep_file: Path) -> Path:
-    fake.failures["time", "q2", "0&1"] = boom
-    run_sweep(SweepOptions(sweep_file, sweep_file.parent / "out"))
-    return sweep_file.parent / "out" / "unit"
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, sweep_text: str) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "unit.toml").write_text(sweep_text)
+    with pytest.MonkeyPatch.context() as patch:
+        fake = FakeEngine(folder / "model").install(patch.setattr)
+        fake.failures["time", "q2", "0&1"] = boom
+        run_sweep(SweepOptions(folder / "unit.toml", folder / "out"))
+        yield folder / "out" / "unit"
 
 
-def test_report_is_whole_and_needs_nothing_else(
-    results: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture(scope="module")
+def written(results: Path) -> tuple[Path, list[Path]]:
+    """Page and figures of the report; to draw them takes seconds."""
+    return write_report(results)
+
+
+def test_report_is_whole_and_needs_nothing_else_and_another_has_the_same_figures(
+    results: Path, written: tuple[Path, list[Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     import argparse
 
+    first = [figure.read_bytes() for figure in written[1]]
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     assert command.run(parser.parse_args([str(results)])) == 0
+    assert [figure.read_bytes() for figure in written[1]] == first
     page = (results / "report.html").read_text(encoding="utf-8")
     assert capsys.readouterr().out.strip().split("\n")[-1] == str(results / "report.html")
     assert page.count("<svg") == page.count("</svg>") == 4
@@ -67,8 +80,8 @@ def test_report_is_whole_and_needs_nothing_else(
     assert len(re.findall(r"<tr><td", page)) == 10
 
 
-def test_figures_are_pictures_of_their_size(results: Path) -> None:
-    _, figures = write_report(results)
+def test_figures_are_pictures_of_their_size(written: tuple[Path, list[Path]]) -> None:
+    _, figures = written
     assert [f.name for f in figures] == [
         f"{name}.{kind}"
         for name in ("quality", "memory", "speed", "partitions")
@@ -124,21 +137,16 @@ def test_figures_name_their_origin(results: Path) -> None:
     assert re.fullmatch(r"unit: .*; 10 points; .*; \d{4}-\d\d-\d\d; commit \w+", data.origin)
 
 
-def test_same_results_give_same_files(results: Path) -> None:
-    _, figures = write_report(results)
-    first = [f.read_bytes() for f in figures]
-    write_report(results)
-    assert [f.read_bytes() for f in figures] == first
-
-
 def test_not_results(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a results folder"):
         write_report(tmp_path)
 
 
-def test_a_report_of_the_tables_alone(results: Path, tmp_path: Path) -> None:
+def test_a_report_of_the_tables_alone(
+    results: Path, written: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
     """Results that were copied without the folders of their points."""
-    whole, _ = write_report(results)
+    whole, _ = written
     copied = tmp_path / "copied"
     copied.mkdir()
     for name in ("points.csv", "results.csv", "provenance.json", "sweep.json"):
@@ -152,8 +160,8 @@ def test_a_report_of_the_tables_alone(results: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_columns_are_sorted_by_a_click(results: Path, tmp_path: Path) -> None:
-    page, _ = write_report(results)
+def test_columns_are_sorted_by_a_click(written: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    page, _ = written
     column = "[...document.querySelectorAll('.sortable tbody tr')].map(r => r.cells[%d].innerText)"
     with Browser(tmp_path) as browser:
         browser.open(page.as_uri())

@@ -46,10 +46,9 @@ def _quantize(x, out):
         out[2 + i] = a | b << 4
 
 
-class NoForm:
-    """GGML's q4_0 without saying that it has integers."""
+class _Q4:
+    """The bytes of GGML's q4_0."""
 
-    name = "noform_b32"
     block_size = 32
     block_bytes = 18
     quantize_block = staticmethod(_quantize)
@@ -59,6 +58,12 @@ class NoForm:
         scale = get_f16(block, 0)
         for i in range(32):
             out[i] = scale * (((block[2 + i % 16] >> (i // 16 * 4)) & 15) - 8)
+
+
+class NoForm(_Q4):
+    """GGML's q4_0 without saying that it has integers; its quantizer knows importance."""
+
+    name = "noform_b32"
 
     @staticmethod
     def quantize_block_weighted(x, weight, out):
@@ -80,8 +85,8 @@ class NoForm:
                 out[:] = block
 
 
-class Nibbles(NoForm):
-    """The same, with its integer form."""
+class Nibbles(_Q4):
+    """The same bytes, with their integer form."""
 
     name = "nibbles_b32"
     integer_form = CodecSpec(block=32, sub_block=32, code_bits=4, zero=8)

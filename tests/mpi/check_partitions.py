@@ -1,11 +1,12 @@
 """Run under mpirun by test_mpi.py: partitions against one rank, on real MPI ranks.
 
-mpirun -n N python -m mpi4py check_partitions.py FOLDER PARTITION...
+mpirun -n N python -m mpi4py check_partitions.py FOLDER PARTITION... [-- FOLDER PARTITION...]...
 """
 
 from __future__ import annotations
 
 import sys
+from itertools import groupby
 
 import numpy as np
 
@@ -14,11 +15,18 @@ from nbflow.distributed import SelfComm, world
 
 
 def main() -> None:
-    folder, *partitions = sys.argv[1:]
-    comm = world()
-    assert comm.size > 1, "mpirun did not start several ranks"
-    ids = np.random.default_rng(3).integers(0, 101, 40)
-    for weights, outliers in ((None, 0.0), ("q4", 0.0), ("q4", 0.01)):
+    assert world().size > 1, "mpirun did not start several ranks"
+    for is_model, words in groupby(sys.argv[1:], lambda word: word != "--"):
+        if is_model:
+            folder, *partitions = words
+            check_model(folder, partitions)
+    if world().rank == 0:
+        print("all partitions agree")
+
+
+def check_model(folder: str, partitions: list[str]) -> None:
+    comm, ids = world(), np.random.default_rng(3).integers(0, 101, 40)
+    for weights, outliers in ((None, 0.0), ("q4", 0.01)):
         options = {"weights": weights, "outliers": outliers, "kv": "f32"}
         with nbflow.load(folder, comm=SelfComm(), **options) as model:
             expected = model.logits(ids)
@@ -30,8 +38,6 @@ def main() -> None:
                 if model.participates:
                     check(model, ids, expected, text, batch)
             comm.barrier()
-    if comm.rank == 0:
-        print("all partitions agree")
 
 
 def several(model, ids) -> list[list[int]]:

@@ -26,20 +26,6 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("n", "partitions"),
-    [
-        (2, ["0;1", "0&1", "1&0", "1", "0:2;1"]),
-        (4, ["0&1;2&3", "0&1&2&3", "3;1&2", "2;0", "0;1;2"]),
-    ],
-)
-def test_partitions_agree_with_one_rank(checkpoint, n, partitions):
-    script = Path(__file__).with_name("check_partitions.py")
-    done = mpirun(n, "-m", "mpi4py", str(script), str(checkpoint), *partitions)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "all partitions agree" in done.stdout
-
-
 EXPERTS = {
     "model_type": "qwen2_moe", "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -47,14 +33,6 @@ EXPERTS = {
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1,
     "tie_word_embeddings": False,
 }  # fmt: skip
-
-
-def test_ranks_that_hold_whole_experts_agree_with_one_rank(tmp_path):
-    write_checkpoint(tmp_path / "model", EXPERTS)
-    script = Path(__file__).with_name("check_partitions.py")
-    done = mpirun(2, "-m", "mpi4py", str(script), str(tmp_path / "model"), "0&1", "1&0")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "all partitions agree" in done.stdout
 
 
 LONG_ROPE = {
@@ -69,12 +47,27 @@ LONG_ROPE = {
 """The script's prompts are within the original context, beyond it, and outgrow it."""
 
 
-def test_sequences_that_outgrow_the_original_context_do_so_on_every_rank(tmp_path):
-    write_checkpoint(tmp_path / "model", LONG_ROPE)
+def check_partitions(n: int, *models: tuple[Path, str]) -> None:
+    """Compare partitions of models with one rank; each model comes with its partitions."""
+    words = [w for folder, partitions in models for w in ("--", str(folder), *partitions.split())]
     script = Path(__file__).with_name("check_partitions.py")
-    done = mpirun(2, "-m", "mpi4py", str(script), str(tmp_path / "model"), "0&1", "0;1")
+    done = mpirun(n, "-m", "mpi4py", str(script), *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all partitions agree" in done.stdout
+
+
+def test_partitions_agree_with_one_rank(checkpoint, tmp_path):
+    """Also whole experts on a rank, and sequences that outgrow the original context."""
+    for name, config in (("experts", EXPERTS), ("long_rope", LONG_ROPE)):
+        write_checkpoint(tmp_path / name, config)
+    check_partitions(
+        2, (checkpoint, "0;1 0&1 1&0 1 0:2;1"), (tmp_path / "experts", "0&1 1&0"),
+        (tmp_path / "long_rope", "0&1 0;1"),
+    )  # fmt: skip
+
+
+def test_partitions_of_four_ranks_agree_with_one(checkpoint):
+    check_partitions(4, (checkpoint, "0&1;2&3 0&1&2&3 3;1&2 2;0 0;1;2"))
 
 
 def test_run_prints_once(checkpoint):
@@ -112,18 +105,20 @@ def test_a_partition_that_needs_more_ranks(checkpoint):
 
 def test_the_planner_chooses_a_partition_that_runs(tmp_path):
     """By tensor is best where links are fast, one rank where they are slow."""
-    for bytes_per_s, latency_s, partition in ((1e12, 1e-9, "0&1"), (1e3, 1.0, "0")):
+    for name, bytes_per_s, latency_s in (("fast", 1e12, 1e-9), ("slow", 1e3, 1.0)):
         machine = Machine(
             "m", (Device("d", 1e9, 1e9, {"f32": 1e12}),) * 2, 2,
             {"host": Link(latency_s, bytes_per_s)},
         )  # fmt: skip
-        (tmp_path / "m.toml").write_text(machine_toml(machine))
-        code = (
-            "import nbflow\n"
-            "from nbflow.distributed import world\n"
-            f"options = {{'partition': 'auto', 'machine': {str(tmp_path / 'm.toml')!r}}}\n"
-            "with nbflow.load('tiny_python', **options, threads=1) as model:\n"
-            "    if model.participates and world().rank == 0: print(model.plan.partition)\n"
-        )
-        done = mpirun(2, "-m", "mpi4py", "-c", code)
-        assert (done.returncode, done.stdout.strip()) == (0, partition), done.stderr
+        (tmp_path / f"{name}.toml").write_text(machine_toml(machine))
+    code = (
+        "import nbflow\n"
+        "from nbflow.distributed import world\n"
+        "for name in ('fast', 'slow'):\n"
+        f"    machine = {str(tmp_path)!r} + f'/{{name}}.toml'\n"
+        "    options = {'partition': 'auto', 'machine': machine, 'threads': 1}\n"
+        "    with nbflow.load('tiny_python', **options) as model:\n"
+        "        if model.participates and world().rank == 0: print(model.plan.partition)\n"
+    )
+    done = mpirun(2, "-m", "mpi4py", "-c", code)
+    assert (done.returncode, done.stdout.split()) == (0, ["0&1", "0"]), done.stderr

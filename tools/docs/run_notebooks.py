@@ -14,17 +14,36 @@ import sys
 from pathlib import Path
 
 import nbformat
+from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 TIMEOUT_S = 300
+RESET = """
+import sys
+if "matplotlib" in sys.modules:
+    import matplotlib.pyplot
+    matplotlib.pyplot.close("all")
+    matplotlib.rcdefaults()
+if "pandas" in sys.modules:
+    for option in ("display.max_rows", "display.max_colwidth"):
+        sys.modules["pandas"].reset_option(option)
+%reset -f
+"""
 
 
-def execute(path: Path) -> nbformat.NotebookNode:
-    """Run a notebook in a new kernel and return it with its outputs."""
+def execute(path: Path, kernel: AsyncKernelManager | None = None) -> nbformat.NotebookNode:
+    """Run a notebook and return it with its outputs.
+
+    With a `kernel` that runs already, its variables, figures and options of pandas are reset first;
+    without one, the notebook has a new kernel.
+    """
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=TIMEOUT_S, kernel_name="python3", record_timing=False)
-    client.execute(cwd=str(path.parent))
+    if kernel is not None and kernel.has_kernel:
+        reset = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(RESET)])
+        NotebookClient(reset, km=kernel, timeout=TIMEOUT_S).execute()
+    options = {"timeout": TIMEOUT_S, "kernel_name": "python3", "record_timing": False}
+    NotebookClient(notebook, km=kernel, **options).execute(cwd=str(path.parent))
     return notebook
 
 

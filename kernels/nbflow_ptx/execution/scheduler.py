@@ -17,7 +17,7 @@ from nbflow_ptx.machine.warpgroups import WARPGROUP
 
 #: Blocks of code a group may execute while others wait for their turn: when it keeps reading
 #: memory with strong accesses (it spins), and when it does not.
-_PATIENCE_SPINNING, _PATIENCE = 64, 20_000
+_PATIENCE_SPINNING, _PATIENCE = 16, 20_000
 _ALL = np.uint32(0xFFFFFFFF)
 
 

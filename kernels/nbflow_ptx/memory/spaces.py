@@ -36,6 +36,11 @@ _GOOD = {n: _UINT[n]((LIVE | WRITTEN) * s) for n, s in _SPREAD.items()}
 _WRITTEN = {n: _UINT[n](WRITTEN * s) for n, s in _SPREAD.items()}
 
 
+def _spread(at: Any, lanes: Any) -> Any:
+    """Return addresses as one entry per thread; most are, and `broadcast_to` is slow."""
+    return at if at.shape == lanes.shape else np.broadcast_to(at, lanes.shape)
+
+
 class Region:
     """One memory space of the kernel that runs.
 
@@ -93,7 +98,7 @@ class Memory:
             return [(None, self.regions["global"], address - GLOBAL_BASE)]
         if space != "generic":
             return [(None, self.regions[space], address)]
-        address = np.broadcast_to(address, lanes.shape)
+        address = _spread(address, lanes)
         if address.size and int(address.min()) >= GLOBAL_BASE:
             return [(None, self.regions["global"], address - GLOBAL_BASE)]
         kinds = np.digitize(address, (SHARED_BASE, LOCAL_BASE, GLOBAL_BASE))
@@ -177,7 +182,7 @@ class Memory:
             self.profile.access(self.m, region.name, lanes, at, width * count)
         values = self._gather(region, lanes, at, width, count, what)
         if region.cells is not None:
-            b = np.broadcast_to(at, lanes.shape)
+            b = _spread(at, lanes)
             for race in region.cells.read(self.m, lanes, b, width * count, mark=not strong)[:1]:
                 if not strong or region.name == "shared":
                     self.race(region, lanes, b, race, what)
@@ -248,7 +253,7 @@ class Memory:
         before: list[Any] = []
         races: list[Any] = []
         if region.cells is not None:
-            at = np.broadcast_to(at, lanes.shape)
+            at = _spread(at, lanes)
             races = region.cells.write(self.m, lanes, at, width * len(values), mark=not strong)
             before = [memory[k + j] for j in range(len(values))] if races else []
         for j, v in enumerate(values):
@@ -349,7 +354,7 @@ class Memory:
         for which, region, at in self.split(lanes, address, space):
             t = lanes if which is None else lanes[which]
             at, outside = self.place(region, t, at, width, what)
-            at = np.broadcast_to(at, t.shape)
+            at = _spread(at, t)
             if self.profile is not None:
                 self.profile.access(self.m, region.name, t, at, width, atomic=True)
             if outside is not None:  # with the check off: as if they had not executed it

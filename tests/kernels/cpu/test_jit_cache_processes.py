@@ -100,9 +100,9 @@ from numba.core import event
 import nbflow_kernels as nk
 
 x = np.ones((1, 64), np.float32)
-w = nk.quantize(x, "q4_0", quantizer="reference")
+w = nk.QuantTensor.from_bytes(bytes(36), "q4_0", (1, 64))
 with event.install_recorder("numba:compile") as compiled:
-    for activations in ("f32", "bf16", "int8"):
+    for activations in ("f32", "int8"):
         nk.qmatmul(x, w, activations=activations)
 names = [str(e.data["dispatcher"]) for _, e in compiled.buffer if e.is_start]
 print(len(names), names)
@@ -116,7 +116,7 @@ def test_kernels_of_formats_are_cached_on_disk(tmp_path):
         subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
         for _ in range(2)
     )
-    assert int(first.split()[0]) >= 4
+    assert int(first.split()[0]) >= 3
     assert second.split()[0] == "0", second
 
 
