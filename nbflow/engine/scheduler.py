@@ -366,6 +366,7 @@ class Scheduler:
             return
         drafts = self._proposed(request, token_budget)
         if drafts and self.table.try_reserve(request.id, 1 + len(drafts)):
+            self.table.save_state(request.id)
             step.add_drafts(entry, drafts)
 
     def _proposed(self, request: Request, n: int) -> list[int]:

@@ -159,6 +159,8 @@ class WeightLoader:
             runs = [tuple(run) for _, run in groupby(op.weights, key=key)]
             read = self._matrix if op.kind == "embedding" else self._weight
             return tuple(self._once(run, read) for run in runs)
+        if op.kind == "conv":
+            return tuple(self._once((w,), self._taps) for w in op.weights)
         vectors = tuple(self._once((w,), self._vector) for w in op.weights)
         if op.attrs.get("own_weights"):  # a row per head
             vectors = (np.stack(vectors),)
@@ -180,6 +182,11 @@ class WeightLoader:
 
     def _vector(self, operands: Sequence[Operand]) -> np.ndarray:
         return self._read(operands[0]).reshape(-1).astype(np.float32)
+
+    def _taps(self, operands: Sequence[Operand]) -> np.ndarray:
+        """Return the taps of a convolution by channel, float32 (C, K)."""
+        taps = self._read(operands[0])
+        return np.ascontiguousarray(taps.reshape(len(taps), -1), np.float32)
 
     def _relative_bias(self, operands: Sequence[Operand]) -> np.ndarray:
         """Return the relative position bias by head and distance, (H, 2 * max_context - 1)."""

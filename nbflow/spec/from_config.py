@@ -8,7 +8,15 @@ from dataclasses import fields
 from typing import Any
 
 from nbflow.checkpoint.quantization_config import read_quantization
-from nbflow.spec.architecture import ClassifierSpec, LatentSpec, MoeSpec, RopeSpec
+from nbflow.spec.architecture import (
+    LAYER_KINDS,
+    ClassifierSpec,
+    DeltaSpec,
+    LatentSpec,
+    LayerKind,
+    MoeSpec,
+    RopeSpec,
+)
 from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, encoder_of
 from nbflow.spec.fields import FIELDS, FUSED, MAX_ITEMS, REQUIRED, check_field
 from nbflow.spec.formula import evaluate
@@ -76,7 +84,8 @@ def build_spec(
             where=where,
             checkpoint_tensors=checkpoint_tensors,
         )
-    names = _names(family, tensors or {}, values["n_layers"], held)
+    kinds = _layer_kinds(family, values, where)
+    names = _names(family, tensors or {}, _first_layers(values["n_layers"], kinds), held)
     _name_biases(names)
     no_transform = checkpoint_tensors is not None and names.get("transform.weight") not in held
     if values["head_transform"] and no_transform:
@@ -84,7 +93,7 @@ def build_spec(
         values |= {"head": False, "head_transform": False, "head_bias": False}
     rope, local_rope, softmax_factor = _ropes(values, config, where, rope_divisors)
     sm_scale = values["sm_scale"]
-    full_layers = _full_layers(values, where)
+    full_layers = _full_layers(values, kinds)
     same = {field.name: values[field.name] for field in fields(ModelSpec) if field.name in FIELDS}
     has_classifier = all(names.get(f"{part}.weight") in held for part in ("pooler", "classifier"))
     same["classifier"] = (
@@ -106,13 +115,15 @@ def build_spec(
             encoder=encoder,
             rope=rope,
             local_rope=local_rope,
+            layer_kinds=kinds,
             full_layers=full_layers,
             unrotated_layers=_unrotated(values, full_layers, where),
             latent=_latent(values),
+            delta=_delta(values),
             moe=_moe(values),
             tensors=names,
             ignored_tensors=(*family.ignored_tensors, *ignored_tensors),
-            biases=_biases(family, config, where, names, held, values),
+            biases=_biases(family, config, where, names, held, values, kinds),
         )
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
@@ -221,6 +232,8 @@ def _from_config(
         value = lookup(config, key)
         if value is None or value == {}:  # an empty table of scalings is absent
             continue
+        if rule.kinds:
+            return _types_of(value, rule.kinds, values["n_layers"], f"{where}: {key}")
         if rule.values:
             word = str(value).lower() if isinstance(value, bool | int) else value
             check_value(word, f"{where}: {_full(config, key)}", tuple(rule.values))
@@ -350,19 +363,45 @@ def _scaling_table(table: Mapping[str, Any] | None, truncate: bool | None) -> di
     return None if words.get("type") == "none" else words
 
 
-def _full_layers(values: Mapping[str, Any], where: str) -> frozenset[int]:
+def _types_of(stated: Any, kinds: Sequence[str], n: int, where: str) -> tuple[str, ...]:
+    """Return layer_types from numbers of layers, or n for every n-th layer."""
+    if isinstance(stated, int) and not isinstance(stated, bool):
+        if not 1 <= stated <= MAX_ITEMS:
+            raise UsageError(f"{where}: must be 1..{MAX_ITEMS}, got {shown(stated)}")
+        chosen = set(range(stated - 1, n, stated))
+    else:
+        chosen = set(check_field(stated, where, FIELDS["dense_layers"]))
+    if not chosen <= set(range(n)):
+        raise UsageError(f"{where}: layers must be 0..{n - 1}, got {max(chosen)}")
+    return tuple(kinds[i not in chosen] for i in range(n))
+
+
+def _layer_kinds(family: Family, values: Mapping[str, Any], where: str) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer; empty if layer_types has no effect."""
+    types, n = values["layer_types"], values["n_layers"]
+    if values["window"] is None and family.layers.keys() == LAYER_KINDS.keys():
+        return ()
+    for kind in types:
+        check_value(kind, f"{where}: layer_types", tuple(family.layers))
+    if len(types) == 1:
+        types = types * n
+    if types and len(types) != n:
+        raise UsageError(f"{where}: layer_types must have {n} entries, got {len(types)}")
+    return tuple(family.layers[kind] for kind in types)
+
+
+def _first_layers(n: int, kinds: Sequence[LayerKind]) -> tuple[int, ...]:
+    """Return a layer of each kind; the first layers may also lack experts that the last has."""
+    return tuple(dict.fromkeys((0, n - 1, *(kinds.index(kind) for kind in dict.fromkeys(kinds)))))
+
+
+def _full_layers(values: Mapping[str, Any], kinds: Sequence[LayerKind]) -> frozenset[int]:
     """Return the layers with full attention in a model with a window."""
     n, every = values["n_layers"], values["full_layer_every"]
-    types = values["layer_types"]
     if values["window"] is None:
         return frozenset()
-    if types:
-        known = ("full_attention", "sliding_attention")
-        for kind in types:
-            check_value(kind, f"{where}: layer_types", known)
-        if len(types) != n:
-            raise UsageError(f"{where}: layer_types must have {n} entries, got {len(types)}")
-        return frozenset(i for i, kind in enumerate(types) if kind == "full_attention")
+    if kinds:
+        return frozenset(i for i, kind in enumerate(kinds) if not kind.window)
     first = values["window_first_layer"]
     return frozenset(i for i in range(n) if i < first or (every and (i + 1) % every == 0))
 
@@ -396,6 +435,13 @@ def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
         value_dim=values["head_dim"] if value_dim is None else value_dim,
         norm_eps=values["norm_eps"] if eps is None else eps,
     )
+
+
+def _delta(values: Mapping[str, Any]) -> DeltaSpec | None:
+    if not values["linear_value_heads"]:
+        return None
+    parts = ("key_heads", "value_heads", "key_dim", "value_dim")
+    return DeltaSpec(**{name: values[f"linear_{name}"] for name in parts})
 
 
 def _classifier(activation: Any, config: Mapping[str, Any], where: str) -> ClassifierSpec | None:
@@ -455,13 +501,12 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
 def _names(
     family: Family,
     tensors: Mapping[str, Sequence[str]],
-    n_layers: int,
+    layers: Sequence[int],
     checkpoint: Collection[str],
 ) -> dict[str, str]:
     """Return the name of each tensor: the first allowed one that the checkpoint has."""
 
     def present(name: str) -> bool:
-        layers = (0, n_layers - 1)  # the first layers may be of another kind than the last
         return any(name.replace("{i}", str(i)).replace("{j}", "0") in checkpoint for i in layers)
 
     chosen = {}
@@ -504,21 +549,27 @@ def _biases(
     names: Mapping[str, str],
     checkpoint: Collection[str],
     values: Mapping[str, Any],
+    kinds: Sequence[LayerKind],
 ) -> frozenset[str]:
     biases: set[str] = set()
     for switch, parts in family.biases.items():
         if switch == STORED:
-            biases.update(part for part in parts if _bias_stored(part, names, checkpoint))
+            layers = _first_layers(values["n_layers"], kinds)
+            biases.update(part for part in parts if _bias_stored(part, names, checkpoint, layers))
         elif switch == ALWAYS or _switch(config, switch, where):
             biases.update(parts)
     return frozenset(biases if values["gated"] else biases - {"ffn.gate"})
 
 
-def _bias_stored(part: str, names: Mapping[str, str], checkpoint: Collection[str]) -> bool:
+def _bias_stored(
+    part: str, names: Mapping[str, str], checkpoint: Collection[str], layers: Sequence[int]
+) -> bool:
     """Return whether the checkpoint has the bias of a matrix, possibly fused."""
     wholes = [part, *(fused for fused, parts in FUSED.items() if part in parts)]
     keys = [names.get(f"layers.{{i}}.{whole}.bias") for whole in wholes]
-    return any(key is not None and key.replace("{i}", "0") in checkpoint for key in keys)
+    return any(
+        key is not None and key.replace("{i}", str(i)) in checkpoint for key in keys for i in layers
+    )
 
 
 def _switch(config: Mapping[str, Any], key: str, where: str) -> bool:

@@ -133,7 +133,7 @@ def _clamped(gate, up, alpha, limit):
 
 
 @jit.device_function(inline="llvm")
-def _function(v, code, linear, cubic):
+def activated(v, code, linear, cubic):
     """Return the activation of 16 elements."""
     if code == LOGISTIC:
         return _logistic(v, linear, cubic)
@@ -163,7 +163,7 @@ def _activate(
             up_at = up + t * row_bytes + i * step
             n = width - i
             if up == 0:
-                v = _function(_load(gate_at, n), code, linear, cubic)
+                v = activated(_load(gate_at, n), code, linear, cubic)
             else:
                 if interleaved:
                     v, w = _load(gate_at, 2 * n), _load(gate_at + 64, 2 * n - 16)
@@ -173,7 +173,7 @@ def _activate(
                 if code == CLAMPED:
                     v = _clamped(v, w, linear, cubic)
                 else:
-                    v = simd.mul(_function(v, code, linear, cubic), w)
+                    v = simd.mul(activated(v, code, linear, cubic), w)
             out_at = out + t * out_row_bytes + i * 4
             if n >= 16:
                 simd.store_f32(out_at, v)
