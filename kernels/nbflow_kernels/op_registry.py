@@ -53,6 +53,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "BlockSparseAttentionWrapper", "MultiLevelCascadeAttentionWrapper",
         "VariableBlockSparseAttentionWrapper",
     ),
+    "convolution": ("causal_conv1d",),
     "masks": ("convert_bsr_mask_layout", "packbits", "segment_packbits"),
     "sampling": (
         "softmax", "argmax", "sampling_from_probs", "top_k_sampling_from_probs",
