@@ -2,6 +2,7 @@
 
 from nbflow_kernels.activation import *
 from nbflow_kernels.attention import *
+from nbflow_kernels.convolution import *
 from nbflow_kernels.cpu.parallel_for import get_num_threads as get_num_threads
 from nbflow_kernels.cpu.parallel_for import set_num_threads as set_num_threads
 from nbflow_kernels.embedding import *

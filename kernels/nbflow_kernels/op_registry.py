@@ -53,6 +53,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "BlockSparseAttentionWrapper", "MultiLevelCascadeAttentionWrapper",
         "VariableBlockSparseAttentionWrapper",
     ),
+    "convolution": ("causal_conv1d",),
     "gating": ("gated_product",),
     "masks": ("convert_bsr_mask_layout", "packbits", "segment_packbits"),
     "sampling": (

@@ -83,7 +83,7 @@ def _sigmoid(v):
 
 
 @jit.device_function(inline="llvm")
-def _logistic(v, linear, cubic):
+def times_logistic(v, linear, cubic):
     """Return v times the logistic function of linear * v + cubic * v**3; NaN for -infinity."""
     # beyond +-1e12 the function is 0 or 1 for every use here; the limit keeps the cube finite
     u = simd.maximum(simd.minimum(v, simd.splat(1e12)), simd.splat(-1e12))
@@ -129,14 +129,14 @@ def _clamped(gate, up, alpha, limit):
     high, low = simd.splat(limit), simd.splat(-limit)
     g = keep_nan(simd.minimum(gate, high), gate)
     u = keep_nan(simd.maximum(simd.minimum(up, high), low), up)
-    return simd.mul(simd.add(u, simd.splat(1.0)), _logistic(g, alpha, 0.0))
+    return simd.mul(simd.add(u, simd.splat(1.0)), times_logistic(g, alpha, 0.0))
 
 
 @jit.device_function(inline="llvm")
 def activated(v, code, linear, cubic):
     """Return the activation of 16 elements."""
     if code == LOGISTIC:
-        return _logistic(v, linear, cubic)
+        return times_logistic(v, linear, cubic)
     if code == NORMAL:
         return _normal(v)
     if code == SIGMOID:
