@@ -6,7 +6,6 @@ from nbflow_kernels.convolution import *
 from nbflow_kernels.cpu.parallel_for import get_num_threads as get_num_threads
 from nbflow_kernels.cpu.parallel_for import set_num_threads as set_num_threads
 from nbflow_kernels.embedding import *
-from nbflow_kernels.gating import *
 from nbflow_kernels.errors import MissingExtraError as MissingExtraError
 from nbflow_kernels.errors import UsageError as UsageError
 from nbflow_kernels.formats import FORMATS as FORMATS
@@ -16,6 +15,7 @@ from nbflow_kernels.formats import dequantize as dequantize
 from nbflow_kernels.formats.user import load_formats as load_formats
 from nbflow_kernels.formats.user import register_format as register_format
 from nbflow_kernels.formats.user import unregister_format as unregister_format
+from nbflow_kernels.gating import *
 from nbflow_kernels.kv_cache import *
 from nbflow_kernels.logits import *
 from nbflow_kernels.masks import *

@@ -55,6 +55,10 @@ class RankPlan:
     """Range of experts."""
     shared: Range = (0, 0)
     """Range of columns of the shared expert."""
+    channels: Range = (0, 0)
+    """Range of channels of gated short convolutions."""
+    linear_heads: Range = (0, 0)
+    """Range of key heads of linear attention, each with its value heads."""
     vocab_widths: tuple[int, ...] = ()
     """Rows of embedding and head of each rank of the group."""
     all_reduce: str = "f32"
@@ -136,6 +140,7 @@ def make_plan(
         ffn = _split_aligned(size, shares, block_size, "intermediate_size", partition)
         experts, shared = _split_experts(spec, shares, block_size, partition)
         vocab = split_by_shares(spec.vocab_size, shares)
+        channels, linear_heads = _split_recurrent(spec, shares, block_size, partition)
         for j, rank in enumerate(group):
             before = groups[s - 1] if s else ()
             after = groups[s + 1] if s + 1 < len(groups) else ()
@@ -154,6 +159,8 @@ def make_plan(
                     sends_to=tuple(r for i, r in enumerate(after) if i % n == j),
                     experts=experts[j],
                     shared=shared[j],
+                    channels=channels[j],
+                    linear_heads=linear_heads[j],
                     vocab_widths=tuple(b - a for a, b in vocab),
                     all_reduce=all_reduce,
                 )
@@ -218,6 +225,30 @@ def _split_experts(
     size = spec.moe.shared_size
     shared = _split_aligned(size, shares, block_size, "shared_size", partition) if size else none
     return split_by_shares(spec.moe.n_experts, shares), shared
+
+
+def _split_recurrent(
+    spec: ModelSpec, shares: Sequence[float], block_size: int, partition: str
+) -> tuple[list[Range], list[Range]]:
+    """Return the channels of short convolutions and the heads of linear attention of each rank."""
+    n = len(shares)
+    channels = heads = [(0, 0)] * n
+    if "short_conv" in spec.mixers:
+        size = spec.hidden_size
+        channels = _split_aligned(size, shares, block_size, "hidden_size", partition)
+    if spec.delta is not None:
+        total = spec.delta.key_heads
+        unit = _heads_per_unit(block_size, spec.delta.group * spec.delta.value_dim)
+        if n > 1 and (total % unit or total // unit < n):
+            raise UsageError(
+                f"partition {partition!r}: {spec.name} has {total} key heads of linear attention, "
+                f"which cannot be dealt out to {n} ranks in whole heads and whole blocks of "
+                f"{block_size} columns; use fewer ranks per stage or a format with a smaller block"
+            )
+        whole = [(0, total)]
+        cuts = split_by_shares(total // unit, shares)
+        heads = whole if n == 1 else [(a * unit, b * unit) for a, b in cuts]
+    return channels, heads
 
 
 def _split_heads(

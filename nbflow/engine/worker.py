@@ -127,9 +127,7 @@ class Worker:
                 offload.host_layers(len(self.program.kv_layers)),
             ),
         )  # fmt: skip
-        self.states = StateStorage(
-            self.program.states, place.for_purpose("the recurrent states")
-        )
+        self.states = StateStorage(self.program.states, place.for_purpose("the recurrent states"))
         self.max_step_tokens = max_step_tokens
         self.table = BlockTable(page_size, states=StateTable() if spec.is_recurrent else None)
         self.scheduler = Scheduler(self.table, max_step_tokens, short_context=spec.short_context)

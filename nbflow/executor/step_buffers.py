@@ -119,7 +119,7 @@ class CudaStepArrays:
 
     NAMES = (
         *("ids", "positions", "rope_rows", "types", "batch_indices", "logit_rows"),
-        *("kv_indptr", "kv_indices"),
+        *("kv_indptr", "kv_indices", "qo_indptr", "state_rows"),
     )
 
     def __init__(

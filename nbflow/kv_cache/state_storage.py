@@ -9,15 +9,8 @@ from typing import Any
 import numpy as np
 
 from nbflow.kv_cache.state_table import ZEROS, StateTable
+from nbflow.program.cost import FLOAT32_BYTES
 from nbflow.program.records import StateKey
-
-STATE_BYTES = 4
-"""Bytes of a number of a state, float32."""
-
-
-def state_row_bytes(shapes: Iterable[tuple[int, ...]]) -> int:
-    """Return the bytes of all states of one sequence."""
-    return STATE_BYTES * sum(math.prod(shape) for shape in shapes)
 
 
 class StateStorage:
@@ -38,7 +31,7 @@ class StateStorage:
         self.n_rows = 0
         self.version = 0
         """Incremented on each reallocation."""
-        self.row_bytes = state_row_bytes(shapes.values())
+        self.row_bytes = FLOAT32_BYTES * sum(math.prod(shape) for shape in shapes.values())
         """Bytes of all states of one sequence."""
         self.release()
 

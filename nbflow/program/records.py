@@ -65,7 +65,8 @@ from nbflow.spec.model_spec import ModelSpec
 Kind = Literal[
     "embedding", "norm", "sum_squares", "linear", "rope", "copy_heads", "heads_linear", "append_kv",
     "attention", "cross_attention", "input", "activation", "gate", "conv", "delta_rule", "experts",
-    "scale_rows", "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
+    "scale_rows", "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send",
+    "recv",
 ]  # fmt: skip
 _MAX_SHOWN = 4
 COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})

@@ -428,8 +428,8 @@ LATENT_MATRICES = ("attn.k_b", "attn.v_b")
 """Up projections of latent attention, stacked by head, without bias."""
 
 _IN_LAYERS = (
-    *LAYER_NORMS, *HEAD_NORMS, "attn.sinks", *LINEARS, *DELTA_CONVS, *DELTA_VECTORS, *LATENT_MATRICES, *FUSED, *EXPERT_MATRICES,
-    "moe.gate_up", *SHARED_MATRICES, "shared_gate",
+    *LAYER_NORMS, *HEAD_NORMS, "attn.sinks", *LINEARS, *DELTA_CONVS, *DELTA_VECTORS,
+    *LATENT_MATRICES, *FUSED, *EXPERT_MATRICES, "moe.gate_up", *SHARED_MATRICES, "shared_gate",
 )  # fmt: skip
 _ONE_KIND = {
     "bias": ("embed", "positions", "position_bias", "types", "attn.k_b", "attn.v_b", "attn.kv_b",

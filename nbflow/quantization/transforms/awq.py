@@ -29,7 +29,11 @@ import nbflow_kernels as nk
 from nbflow.checkpoint import WeightFile
 from nbflow.program.read_operand import read_operand
 from nbflow.program.records import Operand
-from nbflow.quantization.transforms.norm_consumers import experts_can_transform, norm_readers
+from nbflow.quantization.transforms.norm_consumers import (
+    experts_can_transform,
+    has_plain_mixers,
+    norm_readers,
+)
 from nbflow.quantization.transforms.transform import ChannelScale, LinearMap, WeightTransform
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
@@ -96,6 +100,11 @@ def scale_columns(
         raise UsageError(
             f"{spec.name}: quantizer 'awq' does not support experts with biases or non-contiguous "
             "rows; use 'gptq', 'hqq' or 'search'"
+        )
+    if not has_plain_mixers(spec):
+        raise UsageError(
+            f"{spec.name}: quantizer 'awq' does not support recurrent layers and gated attention; "
+            "use 'gptq', 'hqq' or 'search'"
         )
     search = _Search(spec, file, format_of, statistics)
     if spec.norm_weight:
