@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, tuple[str, ...]] = {
     "norm": (
         "rmsnorm", "layernorm", "fused_add_rmsnorm", "gemma_rmsnorm", "gemma_fused_add_rmsnorm",
-        "fused_add_layernorm", "l2norm", "linear_norm",
+        "fused_add_layernorm", "l2norm", "linear_norm", "gated_rmsnorm",
     ),
     "activation": (
         "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul",
