@@ -53,6 +53,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "BlockSparseAttentionWrapper", "MultiLevelCascadeAttentionWrapper",
         "VariableBlockSparseAttentionWrapper",
     ),
+    "state_space": ("mamba1_scan", "mamba2_scan"),
+    "linear_attention": ("lightning_attention",),
     "masks": ("convert_bsr_mask_layout", "packbits", "segment_packbits"),
     "sampling": (
         "softmax", "argmax", "sampling_from_probs", "top_k_sampling_from_probs",
