@@ -17,6 +17,7 @@ from nbflow_kernels.formats.user import register_format as register_format
 from nbflow_kernels.formats.user import unregister_format as unregister_format
 from nbflow_kernels.gating import *
 from nbflow_kernels.kv_cache import *
+from nbflow_kernels.linear_attention import *
 from nbflow_kernels.logits import *
 from nbflow_kernels.masks import *
 from nbflow_kernels.matmul import *
@@ -28,6 +29,7 @@ from nbflow_kernels.quantized_matmul import qmatmul as qmatmul
 from nbflow_kernels.quantizers import quantize as quantize
 from nbflow_kernels.sampling import *
 from nbflow_kernels.sparse import *
+from nbflow_kernels.state_space import *
 from nbflow_kernels.testing.format_checks import check_format as check_format
 
 __all__: list[str]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, tuple[str, ...]] = {
     "norm": (
         "rmsnorm", "layernorm", "fused_add_rmsnorm", "gemma_rmsnorm", "gemma_fused_add_rmsnorm",
-        "fused_add_layernorm", "l2norm", "linear_norm",
+        "fused_add_layernorm", "l2norm", "linear_norm", "gated_rmsnorm",
     ),
     "activation": (
         "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul",
@@ -55,6 +55,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "convolution": ("causal_conv1d",),
     "gating": ("gated_product",),
+    "state_space": ("mamba1_scan", "mamba2_scan"),
+    "linear_attention": ("lightning_attention",),
     "masks": ("convert_bsr_mask_layout", "packbits", "segment_packbits"),
     "sampling": (
         "softmax", "argmax", "sampling_from_probs", "top_k_sampling_from_probs",
