@@ -54,7 +54,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "VariableBlockSparseAttentionWrapper",
     ),
     "convolution": ("causal_conv1d",),
-    "gating": ("gated_product",),
+    "gating": ("gated_product", "log_decay"),
     "state_space": ("mamba1_scan", "mamba2_scan"),
     "linear_attention": ("lightning_attention",),
     "masks": ("convert_bsr_mask_layout", "packbits", "segment_packbits"),

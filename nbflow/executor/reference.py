@@ -18,12 +18,14 @@ from nbflow.program.records import COMMUNICATION, Op, Program, StateKey, state_k
 from nbflow_kernels.activation import reference as activation
 from nbflow_kernels.attention import reference as attention
 from nbflow_kernels.convolution import reference as convolution
+from nbflow_kernels.delta_rule import reference as delta_rule
 from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.gating import reference as gating
 from nbflow_kernels.logits import reference as logits
 from nbflow_kernels.moe import reference as moe
 from nbflow_kernels.norm import reference as norm
 from nbflow_kernels.position import reference as position
+from nbflow_kernels.state_space import reference as state_space
 
 Cache = dict[int, tuple[np.ndarray, np.ndarray]]
 """Keys and values of each layer, (tokens, heads, head_dim)."""
@@ -268,6 +270,35 @@ class ReferenceExecutor:
         (weight,), x = self._operands[index], values[op.inputs[0]]
         sequence, activation = self._sequence(op, ids), op.attrs["activation"]
         return convolution.causal_conv1d(x, weight, self._bias[index], *sequence, activation)
+
+    def _sigmoid(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        return activation.sigmoid(values[op.inputs[0]]) * float(op.attrs["scale"])
+
+    def _log_decay(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        return gating.log_decay(values[op.inputs[0]], *self._operands[index])
+
+    def _delta_rule(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        head = op.attrs["head"]
+        q, k = (self._heads(values[name], head) for name in op.inputs[:2])
+        v = self._heads(values[op.inputs[2]], op.attrs["state"][-1])
+        gates = [values[name] for name in op.inputs[3:]]
+        out = delta_rule.gated_delta_rule(
+            q, k, v, *gates, *self._sequence(op, ids), normalize_qk=True
+        )
+        return out.reshape(len(ids), -1)
+
+    def _mamba2(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        rate, dt_bias, skip = self._operands[index]
+        _, width, n = op.attrs["state"]
+        x, b, c = (values[op.inputs[i]] for i in (0, 2, 3))
+        x, b, c = self._heads(x, width), self._heads(b, n), self._heads(c, n)
+        dt, sequence = values[op.inputs[1]], self._sequence(op, ids)
+        out = state_space.mamba2_scan(x, dt, rate, b, c, *sequence, d=skip, dt_bias=dt_bias)
+        return out.reshape(len(ids), -1)
+
+    def _gated_norm(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        x, gate = (values[name] for name in op.inputs)
+        return norm.gated_rmsnorm(x, gate, *self._operands[index], **op.attrs)
 
     def _experts(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         spec = self._program.spec.moe

@@ -39,6 +39,11 @@ class Step:
     """int32 (B,): row of each sequence in the recurrent states; zeros without any."""
 
     @property
+    def start_positions(self) -> np.ndarray:
+        """int32 (B,): position of the first token of each sequence."""
+        return self.positions[self.qo_indptr[:-1]]
+
+    @property
     def size(self) -> tuple[int, int, int]:
         """Tokens, hidden states and rows of logits, which size the buffers."""
         return len(self.ids), len(self.logit_rows), self.n_logits

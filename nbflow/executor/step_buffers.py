@@ -41,6 +41,7 @@ class StepArrays:
         self.logit_rows = np.zeros(n_states, np.int32)
         self.qo_indptr = np.zeros(n_sequences + 1, np.int32)
         self.state_rows = np.zeros(n_sequences, np.int32)
+        self.start_positions = np.zeros(n_sequences, np.int32)
         self.kv_indptr = np.zeros(n_sequences + 1, np.int32)
         self.kv_indices = np.zeros(n_pages, np.int32)
         self.kv_lens = np.zeros(n_sequences, np.int32)
@@ -63,6 +64,7 @@ class StepArrays:
             (self.logit_rows, step.logit_rows, 0),
             (self.qo_indptr, step.qo_indptr, len(step.ids)),
             (self.state_rows, step.state_rows, 0),
+            (self.start_positions, step.start_positions, 0),
         ):
             _copy(given, own, rest)
         _copy_pages(step.pages, self.kv_indptr, self.kv_indices, self.kv_lens)
@@ -119,7 +121,7 @@ class CudaStepArrays:
 
     NAMES = (
         *("ids", "positions", "rope_rows", "types", "batch_indices", "logit_rows"),
-        *("kv_indptr", "kv_indices", "qo_indptr", "state_rows"),
+        *("kv_indptr", "kv_indices", "qo_indptr", "state_rows", "start_positions"),
     )
 
     def __init__(

@@ -283,6 +283,7 @@ _MIXERS = {
     "attention": _attention,
     "short_conv": recurrent.short_conv,
     "gated_delta_rule": recurrent.gated_delta_rule,
+    "mamba2": recurrent.mamba2,
 }
 
 

@@ -12,11 +12,13 @@ send each other the hidden states.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from nbflow.distributed.plan import RankPlan
 from nbflow.program.records import Buffer, Op, Operand, Program
 
-ROW_PARALLEL = ("attn.o", "cross.o", "ffn.down", "shared.down", "short.out", "delta.out")
+ROW_PARALLEL = ("attn.o", "cross.o", "ffn.down", "shared.down", "short.out", "delta.out",
+                "ssm.out")  # fmt: skip
 """Matrices split by columns, whose partial results an all-reduce sums."""
 
 
@@ -78,6 +80,9 @@ def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffe
         **dict.fromkeys(("dq", "dk", "cq", "ck"), widths["delta.q"]),
         **dict.fromkeys(("dv", "dz", "cv", "dy"), widths["delta.v"]),
         **dict.fromkeys(("db", "da"), widths["delta.a"]),
+        **dict.fromkeys(("mz", "mx", "ux", "my"), widths["ssm.x"]),
+        **dict.fromkeys(("mb", "mc", "ub", "uc"), widths["ssm.b"]),
+        "mdt": widths["ssm.dt"],
         "logits_part": plan.vocab[1] - plan.vocab[0],
     }
     used = {name for op in ops for name in (op.out, *op.inputs)}
@@ -124,6 +129,22 @@ def _recurrent_cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, in
         **dict.fromkeys(("delta.q", "delta.k", "delta.q_conv", "delta.k_conv"), keys),
         **dict.fromkeys(("delta.v", "delta.z", "delta.v_conv", "delta.out"), values),
         **dict.fromkeys(("delta.b", "delta.a"), heads),
+        **_state_space_cuts(program, plan),
+    }
+
+
+def _state_space_cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
+    """Return the cuts of state-space layers: whole groups of heads."""
+    ssm, (first, end) = program.spec.ssm, plan.linear_heads
+    heads = width = vectors = (0, 0)
+    if ssm is not None:
+        n_parts = math.gcd(ssm.groups, ssm.norm_groups)
+        sizes = ssm.heads, ssm.width, ssm.groups * ssm.state_dim
+        heads, width, vectors = ((first * n // n_parts, end * n // n_parts) for n in sizes)
+    return {
+        **dict.fromkeys(("ssm.z", "ssm.x", "ssm.x_conv", "ssm.norm", "ssm.out"), width),
+        **dict.fromkeys(("ssm.b", "ssm.c", "ssm.b_conv", "ssm.c_conv"), vectors),
+        "ssm.dt": heads,
     }
 
 
@@ -163,7 +184,7 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
         table = tuple(Operand(w.name, columns=plan.heads) for w in op.weights)
         sinks = tuple(Operand(b.name, rows=plan.heads) for b in op.bias)
         return dataclasses.replace(op, weights=table, bias=sinks)
-    if "state" in op.attrs:
+    if "state" in op.attrs or op.kind in ("log_decay", "gated_norm"):
         return _shard_recurrent(op, cuts)
     if op.kind != "linear" or op.out == "router":
         return op
@@ -184,11 +205,15 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
 
 def _shard_recurrent(op: Op, cuts: dict[str, tuple[int, int]]) -> Op:
     """Shard a recurrent op and its state by channels (convolutions) or heads."""
-    role = op.weights[0].name.split(".", 2)[2].removesuffix(".weight")
-    rows = cuts[role] if op.kind == "conv" else cuts["delta.a"]
+    role = op.weights[0].name.split(".", 2)[2].removesuffix(".weight") if op.weights else ""
+    if role == "delta.norm":  # of each head
+        return op
+    rows = cuts[role] if role in cuts else cuts["ssm.dt" if op.kind == "mamba2" else "delta.a"]
     weights = tuple(Operand(w.name, rows=rows) for w in op.weights)
     bias = tuple(Operand(b.name, rows=rows) for b in op.bias)
-    attrs = {**op.attrs, "state": (rows[1] - rows[0], *op.attrs["state"][1:])}
+    attrs = dict(op.attrs)
+    if "state" in attrs:
+        attrs["state"] = (rows[1] - rows[0], *attrs["state"][1:])
     return dataclasses.replace(op, weights=weights, bias=bias, attrs=attrs)
 
 

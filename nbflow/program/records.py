@@ -34,8 +34,16 @@ activation    out = act(input), attr ``activation``
 gate          out = act(gate) * up; inputs (gate, up), or one fused buffer; out may be up
 conv          out = causal convolution of each channel of the input over its last tokens, those of
               earlier steps from the state; attr ``activation``: None or silu
-delta_rule    out = gated delta rule; inputs q, k, v, decay, write strength; weights: logarithms of
-              the decay rates, and what is added to the decays; attr ``head``: columns of a key
+sigmoid       out = attr ``scale`` * sigmoid(input)
+log_decay     out = rate * softplus(input + bias); weights: the logarithms of the negative rates
+              (A_log), and the bias
+delta_rule    out = gated delta rule; inputs q, k, v, logarithm of the decay, write strength; attr
+              ``head``: columns of a key
+mamba2        out = state-space recurrence; inputs values, time steps, input and output vectors;
+              weights: logarithms of the negative rates, what is added to the time steps, and the
+              weight of the skip connection
+gated_norm    out = norm of groups of columns of the first input, with the second input as gate;
+              attrs ``eps``, ``group_size``, ``gate_first``
 experts       out = weighted sum of the experts that the router chooses; inputs (x, router); weights
               are gate, up and down matrices of the experts in attr ``experts``; the bias is that of
               the choice; with attr ``biased`` biases of gates, ups and downs follow
@@ -64,7 +72,8 @@ from nbflow.spec.model_spec import ModelSpec
 
 Kind = Literal[
     "embedding", "norm", "sum_squares", "linear", "rope", "copy_heads", "heads_linear", "append_kv",
-    "attention", "cross_attention", "input", "activation", "gate", "conv", "delta_rule", "experts",
+    "attention", "cross_attention", "input", "activation", "gate", "conv", "sigmoid", "log_decay",
+    "delta_rule", "mamba2", "gated_norm", "experts",
     "scale_rows", "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send",
     "recv",
 ]  # fmt: skip

@@ -15,6 +15,10 @@ def widths(spec: ModelSpec) -> dict[str, int]:
     found: dict[str, int] = {}
     if "short_conv" in spec.mixers:
         found |= dict.fromkeys(("sb", "sc", "sx", "sy"), spec.hidden_size)
+    if spec.ssm is not None:
+        found |= dict.fromkeys(("mz", "mx", "ux", "my"), spec.ssm.width)
+        found |= dict.fromkeys(("mb", "mc", "ub", "uc"), spec.ssm.groups * spec.ssm.state_dim)
+        found["mdt"] = spec.ssm.heads
     if spec.delta is not None:
         delta = spec.delta
         keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
@@ -51,19 +55,40 @@ def gated_delta_rule(spec: ModelSpec, i: int, source: str) -> list[Op]:
     """Return a gated delta rule: convolutions of q, k and v, recurrence, norm and output gate."""
     delta, prefix = spec.delta, f"layers.{i}.delta"
     assert delta is not None
-    state = delta.value_heads, delta.value_dim, delta.key_dim
+    state = delta.value_heads, delta.key_dim, delta.value_dim
     weights = tuple(Operand(f"{prefix}.{name}.weight") for name in ("a_log", "dt_bias"))
-    attrs = {"norm": "rms", "eps": spec.norm_eps, "per_head": True, "head": delta.value_dim}
     of_norm = (Operand(f"{prefix}.norm.weight"),)
+    attrs = {"eps": delta.norm_eps, "group_size": delta.value_dim, "gate_first": False}
     return [
         *(linear(spec, i, f"delta.{name}", source, f"d{name}") for name in "qkvzba"),
         *(_conv(spec, i, f"delta.{name}_conv", f"d{name}", f"c{name}", "silu") for name in "qkv"),
+        Op("log_decay", "da", ("da",), weights, layer=i),
+        Op("sigmoid", "db", ("db",), layer=i, attrs={"scale": delta.beta_scale}),
         Op(
-            "delta_rule", "dy", ("cq", "ck", "cv", "da", "db"), weights, layer=i,
+            "delta_rule", "dy", ("cq", "ck", "cv", "da", "db"), layer=i,
             attrs={"state": state, "head": delta.key_dim},
         ),
-        Op("norm", "dy", ("dy",), of_norm, layer=i, attrs=attrs),
-        gate("dy", "dz", "dy", i, "silu"),
+        Op("gated_norm", "dy", ("dy", "dz"), of_norm, layer=i, attrs=attrs),
         linear(spec, i, "delta.out", "dy", "o"),
+        add(spec, "x", "o", i),
+    ]  # fmt: skip
+
+
+def mamba2(spec: ModelSpec, i: int, source: str) -> list[Op]:
+    """Return Mamba-2: convolutions of x, b and c, state-space recurrence, gate and norm."""
+    ssm, prefix = spec.ssm, f"layers.{i}.ssm"
+    assert ssm is not None
+    vectors = tuple(Operand(f"{prefix}.{name}.weight") for name in ("a_log", "dt_bias", "d"))
+    attrs = {"eps": spec.norm_eps, "group_size": ssm.width // ssm.norm_groups, "gate_first": True}
+    of_norm = (Operand(f"{prefix}.norm.weight"),)
+    return [
+        *(linear(spec, i, f"ssm.{n}", source, f"m{n}") for n in ("z", "x", "b", "c", "dt")),
+        *(_conv(spec, i, f"ssm.{name}_conv", f"m{name}", f"u{name}", "silu") for name in "xbc"),
+        Op(
+            "mamba2", "my", ("ux", "mdt", "ub", "uc"), vectors, layer=i,
+            attrs={"state": (ssm.heads, ssm.head_dim, ssm.state_dim)},
+        ),
+        Op("gated_norm", "my", ("my", "mz"), of_norm, layer=i, attrs=attrs),
+        linear(spec, i, "ssm.out", "my", "o"),
         add(spec, "x", "o", i),
     ]  # fmt: skip

@@ -82,7 +82,7 @@ class LatentSpec:
     """Epsilon of the norms of the latent vectors."""
 
 
-Mixer = Literal["attention", "short_conv", "gated_delta_rule"]
+Mixer = Literal["attention", "short_conv", "gated_delta_rule", "mamba2"]
 """Sublayer that mixes the tokens of a sequence."""
 NormPlace = Literal["pre", "post", "sandwich", "output"]
 
@@ -119,11 +119,39 @@ class DeltaSpec:
     value_heads: int
     key_dim: int
     value_dim: int
+    norm_eps: float
+    """Epsilon of the norm of the output."""
+    beta_scale: float = 1.0
+    """Factor of the write strength."""
 
     @property
     def group(self) -> int:
         """Value heads per key head."""
         return self.value_heads // self.key_heads
+
+
+@dataclass(frozen=True)
+class StateSpaceSpec:
+    """Mamba-2: a state of `head_dim` by `state_dim` numbers per head.
+
+    Heads form groups that share input and output vectors.
+
+    References
+    ----------
+    .. [1] T. Dao, A. Gu, "Transformers are SSMs", arXiv:2405.21060, section 7.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    norm_groups: int
+    """Groups of columns that the norm of the output normalizes."""
+
+    @property
+    def width(self) -> int:
+        """Columns of all heads."""
+        return self.heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -181,6 +209,7 @@ class Architecture:
     conv_kernel: int = 0
     """Taps of short convolutions; 0 without them."""
     delta: DeltaSpec | None = None
+    ssm: StateSpaceSpec | None = None
     output_gate: bool = False
     full_layers: frozenset[int] = frozenset()
     """Layers with full attention in a model with a window."""

@@ -124,9 +124,11 @@ def _recurrent_problems(spec: Architecture) -> Iterator[str]:
             yield f"recurrent layers need {name} = {wanted!r}, got {getattr(spec, name)!r:.80}"
     if len(spec.layer_kinds) != spec.n_layers:
         yield f"layer_types must have {spec.n_layers} entries, got {len(spec.layer_kinds)}"
+    if "mamba2" in spec.mixers:
+        yield from _state_space_problems(spec)
+    delta = spec.delta
     if "gated_delta_rule" not in spec.mixers:
         return
-    delta = spec.delta
     if delta is None or min(delta.key_heads, delta.key_dim, delta.value_dim) < 1:
         yield (
             "gated_delta_rule needs linear_key_heads, linear_value_heads, linear_key_dim and "
@@ -136,6 +138,20 @@ def _recurrent_problems(spec: Architecture) -> Iterator[str]:
         yield (
             "linear_value_heads must be a multiple of linear_key_heads, got "
             f"{delta.value_heads} and {delta.key_heads}"
+        )
+
+
+def _state_space_problems(spec: Architecture) -> Iterator[str]:
+    ssm = spec.ssm
+    if ssm is None or min(ssm.head_dim, ssm.groups, ssm.state_dim, ssm.norm_groups) < 1:
+        yield (
+            "mamba2 needs ssm_heads, ssm_head_dim, ssm_groups, ssm_state_dim and "
+            "ssm_norm_groups, at least 1"
+        )
+    elif ssm.heads % ssm.groups or ssm.width % ssm.norm_groups:
+        yield (
+            f"ssm_groups must divide ssm_heads, and ssm_norm_groups the {ssm.width} columns, got "
+            f"{ssm.groups}, {ssm.heads} and {ssm.norm_groups}"
         )
 
 

@@ -35,7 +35,9 @@ FAMILY_KEYS = {
     "extends": "family whose rules hold where this file says nothing: NAME.toml next to this file, "
     "or of the package",
     "encoder": "family of the encoder in the same checkpoint, found alike; this is the decoder",
+    "text_config": "table of config.json whose keys count as those at its top, if it has the table",
     "prefix": "prefix that some checkpoints put before tensor names",
+    "prefixes": "prefix of names under [tensors] = others that checkpoints have in its place",
     "structure": "fields that are the same for all members",
     "config": "field = rule for config.json, or a list of rules of which the first value counts",
     "layer": "NAME = kind of layer that layer_types names: mixer, feed_forward, window, norm_place",
@@ -98,6 +100,10 @@ class Family:
     """Name of the encoder's family; see `encoder_of`."""
     prefix: str
     """Optional prefix of tensor names."""
+    text_config: str
+    """Table of config.json with the keys of the text model; empty for none."""
+    prefixes: dict[str, tuple[str, ...]]
+    """Prefix of tensor names -> others in its place."""
     structure: dict[str, Any]
     """Fields of all members."""
     config: dict[str, tuple[ConfigRule, ...]]
@@ -203,6 +209,11 @@ def check_family(content: dict[str, Any], path: Path) -> Family:
         path=path,
         encoder=None if encoder is None else check_value(encoder, f"{path}: encoder", str),
         prefix=check_value(table.get("prefix", ""), f"{path}: prefix", str),
+        text_config=check_value(table.get("text_config", ""), f"{path}: text_config", str),
+        prefixes={
+            prefix: strings(others, f"{path}: [prefixes] {prefix}")
+            for prefix, others in table["prefixes"].items()
+        },
         structure=check_fields(table["structure"], f"{path}: [structure]"),
         config=config,
         layers=LAYER_KINDS | _layer_kinds(table["layer"], f"{path}: [layer"),
@@ -228,7 +239,7 @@ def _extended(table: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict
             "key of config.json that says it"
         )
     check_keys(table, str(path), FAMILY_KEYS)
-    tables = ("structure", "config", "layer", "biases", "only", "tensors", "ignored")
+    tables = ("prefixes", "structure", "config", "layer", "biases", "only", "tensors", "ignored")
     for part in tables:
         allowed = ("tensors",) if part == "ignored" else table.get(part, {})
         check_keys(table.setdefault(part, {}), f"{path}: [{part}]", allowed)
@@ -249,7 +260,8 @@ def _extended(table: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict
     for part, other in (("structure", "config"), ("config", "structure")):
         merged[part] = {k: v for k, v in merged[part].items() if k not in table[other]}
     # in the base's order, so that a rule may refer to the fields above it
-    return {"prefix": below.get("prefix", ""), **table, **merged}
+    inherited = {key: below.get(key, "") for key in ("prefix", "text_config")}
+    return {**inherited, **table, **merged}
 
 
 def config_keys(family: Family) -> list[str]:

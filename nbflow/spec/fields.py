@@ -235,6 +235,24 @@ FIELDS: dict[str, Field] = {
     ),
     "linear_key_dim": Field(int, "gated delta rule: width of a key head", 0, most=MAX_WIDTH),
     "linear_value_dim": Field(int, "gated delta rule: width of a value head", 0, most=MAX_WIDTH),
+    "linear_norm_eps": Field(
+        float,
+        "gated delta rule: eps of the norm of its output; norm_eps if absent",
+        None,
+        least=0.0,
+    ),
+    "linear_beta_scale": Field(
+        float, "gated delta rule: factor of the write strength; 2 allows negative eigenvalues", 1.0
+    ),
+    "ssm_heads": Field(int, "Mamba-2: heads", 0, most=MAX_HEADS),
+    "ssm_head_dim": Field(int, "Mamba-2: width of a head", 0, most=MAX_WIDTH),
+    "ssm_groups": Field(
+        int, "Mamba-2: groups of heads that share input and output vectors", 1, most=MAX_HEADS
+    ),
+    "ssm_state_dim": Field(int, "Mamba-2: numbers of a state per column", 0, most=MAX_WIDTH),
+    "ssm_norm_groups": Field(
+        int, "Mamba-2: groups of columns that the norm of its output normalizes", 1, most=MAX_HEADS
+    ),
     # positions
     "position": Field(
         ("rope", "alibi", "relative", "learned", "sinusoidal", "none"),
@@ -370,7 +388,7 @@ FIELDS: dict[str, Field] = {
 
 LAYER_FIELDS: dict[str, Field] = {
     "mixer": Field(
-        ("attention", "short_conv", "gated_delta_rule"),
+        ("attention", "short_conv", "gated_delta_rule", "mamba2"),
         "sublayer that mixes tokens",
         "attention",
     ),
@@ -390,9 +408,14 @@ DELTA = tuple(f"delta.{name}" for name in ("q", "k", "v", "z", "b", "a", "out"))
 DELTA_CONVS = ("delta.q_conv", "delta.k_conv", "delta.v_conv")
 DELTA_VECTORS = ("delta.a_log", "delta.dt_bias")
 """Logarithm of the decay rates of the value heads, and what is added to their decays."""
+_SSM_CONVS = ("ssm.x_conv", "ssm.b_conv", "ssm.c_conv")
+SSM = (*(f"ssm.{name}" for name in ("z", "x", "b", "c", "dt", "out")), *_SSM_CONVS)
+"""Mamba-2: output gate, values, input and output vectors, time steps, output, convolutions."""
+SSM_VECTORS = ("ssm.a_log", "ssm.dt_bias", "ssm.d")
+"""Logarithm of the decay rates, what is added to the time steps, weight of the skip connection."""
 LINEARS = (
     "attn.q", "attn.k", "attn.v", "attn.o", "attn.gate", "attn.q_a", "attn.kv_a", *CROSS,
-    *SHORT_CONV, *DELTA,
+    *SHORT_CONV, *DELTA, *SSM,
     "ffn.gate", "ffn.up", "ffn.down", "router", "moe.gate", "moe.up", "moe.down",
 )  # fmt: skip
 """Matrices of a layer that may have a bias; moe.gate, .up and .down have one tensor of biases
@@ -407,6 +430,9 @@ FUSED = {
     "delta.qkvz": ("delta.q", "delta.k", "delta.v", "delta.z"),
     "delta.ba": ("delta.b", "delta.a"),
     "delta.conv": DELTA_CONVS,
+    "ssm.in": ("ssm.z", "ssm.x", "ssm.b", "ssm.c", "ssm.dt"),
+    "ssm.conv": _SSM_CONVS,
+    "shared.gate_up": ("shared.gate", "shared.up"),
     "ffn.gate_up": ("ffn.gate", "ffn.up"),
     "moe.{j}.gate_up": ("moe.{j}.gate", "moe.{j}.up"),
 }
@@ -414,6 +440,7 @@ FUSED = {
 LAYER_NORMS = (
     "attn_norm", "attn_post_norm", "cross_norm", "ffn_norm", "ffn_post_norm", "attn.q_norm",
     "attn.k_norm", "attn.q_a_norm", "attn.kv_a_norm", "delta.norm",
+    "ssm.norm",
 )  # fmt: skip
 DIVISORS = ("rope_divisors", "rope_short_divisors", "rope_long_divisors")
 """Divisors of the rotary frequencies; the latter two are LongRoPE's."""
@@ -429,11 +456,12 @@ LATENT_MATRICES = ("attn.k_b", "attn.v_b")
 
 _IN_LAYERS = (
     *LAYER_NORMS, *HEAD_NORMS, "attn.sinks", *LINEARS, *DELTA_CONVS, *DELTA_VECTORS,
-    *LATENT_MATRICES, *FUSED, *EXPERT_MATRICES, "moe.gate_up", *SHARED_MATRICES, "shared_gate",
+    *SSM_VECTORS, *LATENT_MATRICES, *FUSED, *EXPERT_MATRICES, "moe.gate_up", *SHARED_MATRICES,
+    "shared_gate",
 )  # fmt: skip
 _ONE_KIND = {
     "bias": ("embed", "positions", "position_bias", "types", "attn.k_b", "attn.v_b", "attn.kv_b",
-             "attn.sinks", *HEAD_NORMS, *DELTA_VECTORS),
+             "attn.sinks", *HEAD_NORMS, *DELTA_VECTORS, *SSM_VECTORS),
     "weight": (*EXPERT_BIASES, "moe.gate_up"),
 }  # fmt: skip
 """Tensors that have only a weight, or only a bias."""

@@ -16,6 +16,7 @@ from nbflow.spec.architecture import (
     LayerKind,
     MoeSpec,
     RopeSpec,
+    StateSpaceSpec,
 )
 from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, encoder_of
 from nbflow.spec.fields import FIELDS, FUSED, MAX_ITEMS, REQUIRED, check_field
@@ -70,6 +71,9 @@ def build_spec(
         If a field is missing or of a wrong type, or the configuration requires a computation that
         the family does not describe.
     """
+    nested = config.get(family.text_config) if family.text_config else None
+    if isinstance(nested, Mapping):
+        config = {**config, **nested}
     _refuse_unsupported(family, config, where)
     held = () if checkpoint_tensors is None else checkpoint_tensors
     values = _values(family, config, where, override or {}, held)
@@ -120,6 +124,7 @@ def build_spec(
             unrotated_layers=_unrotated(values, full_layers, where),
             latent=_latent(values),
             delta=_delta(values),
+            ssm=_state_space(values),
             moe=_moe(values),
             tensors=names,
             ignored_tensors=(*family.ignored_tensors, *ignored_tensors),
@@ -440,8 +445,19 @@ def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
 def _delta(values: Mapping[str, Any]) -> DeltaSpec | None:
     if not values["linear_value_heads"]:
         return None
-    parts = ("key_heads", "value_heads", "key_dim", "value_dim")
-    return DeltaSpec(**{name: values[f"linear_{name}"] for name in parts})
+    parts = ("key_heads", "value_heads", "key_dim", "value_dim", "beta_scale")
+    eps = values["linear_norm_eps"]
+    return DeltaSpec(
+        **{name: values[f"linear_{name}"] for name in parts},
+        norm_eps=values["norm_eps"] if eps is None else eps,
+    )
+
+
+def _state_space(values: Mapping[str, Any]) -> StateSpaceSpec | None:
+    if not values["ssm_heads"]:
+        return None
+    parts = ("heads", "head_dim", "groups", "state_dim", "norm_groups")
+    return StateSpaceSpec(**{name: values[f"ssm_{name}"] for name in parts})
 
 
 def _classifier(activation: Any, config: Mapping[str, Any], where: str) -> ClassifierSpec | None:
@@ -516,6 +532,13 @@ def _names(
         else:
             bare = [name.removeprefix(family.prefix) for name in allowed]
             candidates = [*allowed, *bare, *(family.prefix + name for name in bare)]
+        candidates += [
+            other + name.removeprefix(prefix)
+            for prefix, others in family.prefixes.items()
+            for name in allowed
+            for other in others
+            if name.startswith(prefix)
+        ]
         if candidates:
             chosen[ours] = next(filter(present, candidates), candidates[0])
     _prefer_stored(chosen, present)

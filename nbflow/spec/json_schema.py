@@ -40,7 +40,9 @@ def family_schema() -> dict[str, Any]:
                 "model_types": _STRINGS,
                 "extends": {"type": "string"},
                 "encoder": {"type": "string"},
+                "text_config": {"type": "string"},
                 "prefix": {"type": "string"},
+                "prefixes": _map(_STRINGS),
                 "structure": _fields_schema(),
                 "config": _table(
                     {name: {"anyOf": [rule, {"type": "array", "items": rule}]} for name in FIELDS}

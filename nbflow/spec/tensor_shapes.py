@@ -136,10 +136,24 @@ def _latent_shapes(spec: Architecture, latent: LatentSpec) -> Shapes:
     }
 
 
+def _state_space_shapes(spec: Architecture) -> Shapes:
+    ssm, E = spec.ssm, spec.hidden_size
+    assert ssm is not None
+    vectors = ssm.groups * ssm.state_dim
+    rows = {"z": ssm.width, "x": ssm.width, "b": vectors, "c": vectors, "dt": ssm.heads}
+    shapes: Shapes = {f"ssm.{name}.weight": (n, E) for name, n in rows.items()}
+    for name in ("x", "b", "c"):
+        shapes[f"ssm.{name}_conv.weight"] = (rows[name], spec.conv_kernel)
+    for name in ("a_log", "dt_bias", "d"):
+        shapes[f"ssm.{name}.weight"] = (ssm.heads,)
+    return shapes | {"ssm.norm.weight": (ssm.width,), "ssm.out.weight": (E, ssm.width)}
+
+
 MIXER_SHAPES = {
     "attention": _attention_shapes,
     "short_conv": _short_conv_shapes,
     "gated_delta_rule": _delta_shapes,
+    "mamba2": _state_space_shapes,
 }
 
 

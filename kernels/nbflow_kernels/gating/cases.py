@@ -44,7 +44,34 @@ def _case(
     )
 
 
+def _decay_case(name: str, T: int, H: int) -> OpCase:
+    """Return a case of `log_decay`; x is columns of a wider array."""
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        return {
+            "x": rng.uniform(-6.0, 6.0, (T, H + 3)).astype(np.float32)[:, 3:],
+            "rate": -rng.uniform(0.01, 16.0, H).astype(np.float32),
+            "bias": rng.uniform(-2.0, 2.0, H).astype(np.float32),
+        }
+
+    return OpCase(
+        op="log_decay",
+        name=name,
+        inputs=inputs,
+        # softplus changes by at most its argument's error, |x + b| <= 8 rounded to 5e-7 of a
+        # result that is at least e**-8 for -8: exp doubles that relative error of 8 * 6e-8
+        rtol=2e-6,
+        atol=0.0,
+        reason="x + b <= 8 rounded to 2**-24 of itself, exp 2e-7, softplus 5e-7, 2 roundings",
+        n_bytes=4 * (2 * T * H + 2 * H),
+        n_flops=T * H * 40,
+        out=((T, H), "float32"),
+    )
+
+
 CASES: list[OpCase] = [
+    _decay_case("ragged", 5, 37),
+    _decay_case("one_head", 3, 1),
     _case("ragged", 3, 37, "sigmoid"),
     _case("silu", 2, 20, "silu", padding=4),
     _case("identity", 5, 33, "identity", padding=3),

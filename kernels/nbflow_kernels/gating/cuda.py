@@ -31,3 +31,20 @@ def gated_product(gate: Any, x: Any, activation: str, out: Any) -> None:
     n_blocks = cuda.ceil_div(cuda.ceil_div(width, 4), _THREADS)
     function = "Identity" if activation == "identity" else FUNCTIONS[activation]
     _kernel(function, wide)(T * n_blocks, _THREADS, (*arrays, T, width, *rows))
+
+
+@functools.cache
+def _decay_kernel() -> cuda.Kernel:
+    return cuda.cpp_kernel(
+        __file__, "gating.cu", "log_decay",
+        "f32* x, f32* rate, f32* bias, f32* out, i32 T, i32 width, i64 x_row, i64 out_row",
+    )  # fmt: skip
+
+
+def log_decay(x: Any, rate: Any, bias: Any, out: Any) -> None:
+    """See `nbflow_kernels.log_decay`."""
+    T, width = out.shape
+    if T * width:
+        rows = [array.strides[0] // array.itemsize for array in (x, out)]
+        n_blocks = cuda.ceil_div(T * width, _THREADS)
+        _decay_kernel()(n_blocks, _THREADS, (x, rate, bias, out, T, width, *rows))

@@ -18,3 +18,14 @@ __global__ void gated_product(const float* gate, const float* x, float* out, int
   g = make_float4(F::of(g.x) * u.x, F::of(g.y) * u.y, F::of(g.z) * u.z, F::of(g.w) * u.w);
   store4<WIDE>(out + t * out_row, i, width, g);
 }
+
+// out[t, h] = rate[h] * log(1 + exp(x[t, h] + bias[h])), one element to a thread.
+extern "C" __global__ void log_decay(const float* x, const float* rate, const float* bias, float* out,
+                                     int T, int width, long long x_row, long long out_row) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= T * width) return;
+  int t = i / width, h = i % width;
+  float v = x[t * x_row + h] + bias[h];
+  float soft = fmaxf(v, 0.0f) + log1pf(expf(-fabsf(v)));
+  out[t * out_row + h] = rate[h] * (v != v ? v : soft);
+}

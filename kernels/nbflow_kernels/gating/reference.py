@@ -16,3 +16,9 @@ def gated_product(gate: Any, x: Any, activation: str = "sigmoid") -> NDArray[np.
     if activation != "identity":
         gates = getattr(activations, activation)(gates)
     return gates * np.asarray(x, np.float64)
+
+
+def log_decay(x: Any, rate: Any, bias: Any) -> NDArray[np.float64]:
+    """See `nbflow_kernels.log_decay`."""
+    rate, bias = np.asarray(rate, np.float64), np.asarray(bias, np.float64)
+    return np.asarray(rate * np.logaddexp(0.0, np.asarray(x, np.float64) + bias))
