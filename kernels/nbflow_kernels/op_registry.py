@@ -54,6 +54,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "VariableBlockSparseAttentionWrapper",
     ),
     "convolution": ("causal_conv1d",),
+    "delta_rule": ("gated_delta_rule",),
     "masks": ("convert_bsr_mask_layout", "packbits", "segment_packbits"),
     "sampling": (
         "softmax", "argmax", "sampling_from_probs", "top_k_sampling_from_probs",
