@@ -5,6 +5,7 @@ from nbflow_kernels.attention import *
 from nbflow_kernels.convolution import *
 from nbflow_kernels.cpu.parallel_for import get_num_threads as get_num_threads
 from nbflow_kernels.cpu.parallel_for import set_num_threads as set_num_threads
+from nbflow_kernels.delta_rule import *
 from nbflow_kernels.embedding import *
 from nbflow_kernels.errors import MissingExtraError as MissingExtraError
 from nbflow_kernels.errors import UsageError as UsageError

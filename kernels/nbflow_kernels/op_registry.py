@@ -54,6 +54,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "VariableBlockSparseAttentionWrapper",
     ),
     "convolution": ("causal_conv1d",),
+    "delta_rule": ("gated_delta_rule",),
     "gating": ("gated_product", "log_decay"),
     "state_space": ("mamba1_scan", "mamba2_scan"),
     "linear_attention": ("lightning_attention",),
