@@ -83,7 +83,9 @@ def _scan(
                 simd.store_f32(scratch + WEIGHT + 4 * j, simd.splat(1.0))
         while end - t >= CHUNK:
             q_at, k_at, v_at = q + t * q_bytes + at, k + t * k_bytes + at, v + t * v_bytes + at
-            cpu_chunks.scores(like, q_at, q_bytes, k_at, k_bytes, D, temporary, scores, 4 * CHUNK)
+            cpu_chunks.scores(
+                like, q_at, q_bytes, k_at, k_bytes, D, temporary, scores, 4 * CHUNK
+            )
             cpu_chunks.chunk(
                 like, v_at, v_bytes, k_at, k_bytes, q_at, q_bytes, scores, 4 * CHUNK, D, D,
                 log_decay, factor, np.float32(0.0), scratch, out + t * out_bytes + at, out_bytes,
