@@ -24,7 +24,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "activation": (
         "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul",
         "relu_and_mul", "gelu_quick", "relu2", "sigmoid", "gelu_quick_and_mul", "relu2_and_mul",
-        "sigmoid_and_mul", "glu", "swigluoai_and_mul",
+        "sigmoid_and_mul", "glu", "swigluoai_and_mul", "xielu",
     ),
     "embedding": ("embedding",),
     "position": (

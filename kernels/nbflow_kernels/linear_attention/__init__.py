@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, check_together, is_cuda, output_array, overlap
+from nbflow_kernels.arrays import check_array, check_together, is_cuda, output, overlap
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.linear_attention import cpu, cuda
-from nbflow_kernels.state_space.batch import check_batch, check_log_decays
+from nbflow_kernels.sequences import check_sequences
+from nbflow_kernels.state_space.decays import check_log_decays
 
 __all__ = ["lightning_attention"]
 
@@ -50,7 +51,7 @@ def lightning_attention(
     indptr : array of int32, shape (B + 1,)
         First row of each sequence, and T.
     state_indices : array of int32, shape (B,)
-        Row of `state` of each sequence, all different.
+        Row of `state` of each sequence; those of sequences with tokens differ.
     scale : float, optional
         Factor of the result; 1 unless given: queries are not scaled.
     out : array of float32, shape (T, H, D), optional
@@ -100,11 +101,11 @@ def lightning_attention(
     check_together(
         q=q, k=k, v=v, slopes=slopes, state=state, indptr=indptr, state_indices=state_indices
     )
-    check_batch(indptr, state_indices, T, state.shape[0])
+    check_sequences(indptr, state_indices, T, state.shape[0])
     check_log_decays("slopes", slopes, -1)
-    out = output_array(q, (T, H, D), out, rows=True)
-    if any(overlap(array, out) for array in (k, v)):
-        raise UsageError("out must not overlap k or v; pass another array")
+    given, out = out, output(q, (T, H, D), out, rows=True)
+    if given is not None and any(overlap(array, out) for array in (q, k, v)):
+        raise UsageError("out must not overlap q, k or v; pass another array")
     if q.size:
         factor = 1.0 if scale is None else float(scale)
         (cuda if is_cuda(q) else cpu).lightning_attention(

@@ -46,7 +46,7 @@ def _copy_state(state, D, scratch, to_scratch):
 
 @jit.device_function
 def _step(q, k, v, state, D, decay, scale, totals, out):
-    """Compute a token, row by row of the state; `totals` is scratch memory of D rounded up to 16."""
+    """Compute a token, row by row of the state; `totals` has room for D rounded up to 16."""
     for i in range(0, D, 16):
         simd.store_f32(totals + 4 * i, simd.splat(0.0))
     for row in range(D):
@@ -66,7 +66,7 @@ def _scan(
     B, H, D, like, start, stop
 ):  # fmt: skip
     """Compute heads [start, stop) of sequences, counted head by head."""
-    size = STATE + 4 * D * (D + LANES)
+    size = cpu_chunks.scratch_bytes(D, D)
     scratch = simd_memory.allocate(size + 1024 + 4 * CHUNK * (D + CHUNK + 16))
     scores = scratch + size
     temporary = scores + 4 * CHUNK * CHUNK
@@ -83,9 +83,7 @@ def _scan(
                 simd.store_f32(scratch + WEIGHT + 4 * j, simd.splat(1.0))
         while end - t >= CHUNK:
             q_at, k_at, v_at = q + t * q_bytes + at, k + t * k_bytes + at, v + t * v_bytes + at
-            cpu_chunks.scores(
-                like, q_at, q_bytes, k_at, k_bytes, D, temporary, scores, 4 * CHUNK
-            )
+            cpu_chunks.scores(like, q_at, q_bytes, k_at, k_bytes, D, temporary, scores, 4 * CHUNK)
             cpu_chunks.chunk(
                 like, v_at, v_bytes, k_at, k_bytes, q_at, q_bytes, scores, 4 * CHUNK, D, D,
                 log_decay, factor, np.float32(0.0), scratch, out + t * out_bytes + at, out_bytes,

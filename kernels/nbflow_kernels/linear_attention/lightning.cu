@@ -12,6 +12,7 @@ __global__ void lightning(const float* q, const float* k, const float* v, const 
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int column = blockIdx.x % n_blocks * 32 + lane;
   int h = blockIdx.x / n_blocks % H, s = blockIdx.x / n_blocks / H;
+  if (indptr[s] == indptr[s + 1]) return;  // its state is not touched, whatever the index
   bool mine = column < D;
   float* at = state + ((long long)indices[s] * H + h) * D * D + column;
   float held[KEYS];

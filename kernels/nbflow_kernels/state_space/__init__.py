@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.arrays import check_array, check_together, is_cuda, output
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.sequences import check_sequences
 from nbflow_kernels.state_space import cpu, cuda
-from nbflow_kernels.state_space.batch import check_batch, check_log_decays
+from nbflow_kernels.state_space.decays import check_log_decays
 
 __all__ = ["mamba1_scan", "mamba2_scan"]
 
@@ -70,7 +71,7 @@ def mamba2_scan(
     indptr : array of int32, shape (B + 1,)
         First row of each sequence, and T.
     state_indices : array of int32, shape (B,)
-        Row of `state` of each sequence, all different.
+        Row of `state` of each sequence; those of sequences with tokens differ.
     d : array of float32, shape (H,), optional
         Weight of the skip connection; none is 0.
     dt_bias : array of float32, shape (H,), optional
@@ -140,7 +141,7 @@ def mamba2_scan(
         x=x, dt=dt, a=a, b=b, c=c, state=state, d=d, dt_bias=dt_bias, indptr=indptr,
         state_indices=state_indices,
     )  # fmt: skip
-    check_batch(indptr, state_indices, T, state.shape[0])
+    check_sequences(indptr, state_indices, T, state.shape[0])
     check_log_decays("a", a, 1)
     limits = _limits(dt_limits)
     out = output(x, x.shape, out, rows=True)
@@ -246,7 +247,7 @@ def mamba1_scan(
         x=x, dt=dt, a=a, b=b, c=c, state=state, d=d, dt_bias=dt_bias, indptr=indptr,
         state_indices=state_indices,
     )  # fmt: skip
-    check_batch(indptr, state_indices, T, state.shape[0])
+    check_sequences(indptr, state_indices, T, state.shape[0])
     out = output(x, x.shape, out, rows=True)
     if x.size:
         (cuda if is_cuda(x) else cpu).mamba1_scan(

@@ -20,15 +20,12 @@ _ATOL, _RTOL = 6e-6, 2e-6
 _REASON = "7 terms through 7 decays that are off by 1.5e-7 (exp, softplus, product), twice that"
 
 
-def batch(
-    lengths: Sequence[int], n_states: int, rng: np.random.Generator
-) -> dict[str, np.ndarray]:
-    """Return `indptr` of sequences, and their rows of a pool in any order."""
+def batch(lengths: Sequence[int], n_states: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Return `indptr` of sequences, and their rows of a pool in any order; -1 for empty ones."""
     indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return {
-        "indptr": indptr,
-        "state_indices": rng.permutation(n_states)[: len(lengths)].astype(np.int32),
-    }
+    indices = rng.permutation(n_states)[: len(lengths)].astype(np.int32)
+    indices[np.array(lengths) == 0] = -1
+    return {"indptr": indptr, "state_indices": indices}
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> Any:

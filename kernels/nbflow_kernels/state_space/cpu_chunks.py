@@ -17,10 +17,12 @@ meanwhile, blocks of `LANES` values interleaved key by key (`rows_to_lanes`).
 Differences A_i - A_j of nearby tokens are small while A may be large, so A is summed in float64
 and kept as two float32.
 
-Scratch memory of a head (`Scratch` offsets in bytes from its address): per token the weight w, the
-two parts of A, scale exp(A_i), and w_j exp(A_last - A_j); exp(A_last); a ramp of 32 ones and 32
-zeros, whose part is the causal mask of a row; the weights of the intra-chunk product; a block of x,
-plain and scaled; a tile of results; two blocks of 16 x 16 for transposing; then the state.
+Scratch memory of a head (offsets in bytes from its address): per token the weight w, the two parts
+of A, scale exp(A_i), and w_j exp(A_last - A_j); exp(A_last); a ramp of 32 ones and 32 zeros, a part
+of which is the causal mask of a row; the weights of the intra-chunk product; a block of x, plain
+and scaled; a tile of results; two blocks of 16 x 16 for transposing; then the state, and
+copies of the chunk's c and b, whose rows are not apart by a power of two as in the input (32 rows
+of which would share a few places of the first cache).
 """
 
 from __future__ import annotations
@@ -49,9 +51,22 @@ TRANSPOSED = RESULT + 4 * LANES * TOKENS
 STATE = TRANSPOSED + 2 * 1024
 
 
-def scratch_bytes(n_values: int, n_keys: int) -> int:
+@jit.device_function(inline="llvm")
+def row_bytes(n_keys):
+    """Return the distance of rows of c and b in scratch memory."""
+    return (n_keys + 15) // 16 * 64 + 64
+
+
+@jit.device_function(inline="llvm")
+def rows_at(n_values, n_keys):
+    """Return the offset of the copies of c, then b, in scratch memory."""
+    return STATE + 4 * n_keys * ((n_values + LANES - 1) // LANES * LANES)
+
+
+@jit.device_function(inline="llvm")
+def scratch_bytes(n_values, n_keys):
     """Return the bytes of scratch memory for heads of n_values x n_keys."""
-    return STATE + 4 * n_keys * (-(-n_values // LANES) * LANES)
+    return rows_at(n_values, n_keys) + 2 * CHUNK * row_bytes(n_keys)
 
 
 @jit.device_function(inline="llvm")
@@ -176,6 +191,15 @@ def _weigh(scores_at, scores_bytes, scratch, scale):
 
 
 @jit.device_function
+def _copy_rows(at, bytes_apart, n_keys, to):
+    """Copy the rows of a chunk's b or c to scratch memory."""
+    for j in range(CHUNK):
+        for i in range(0, n_keys, 16):
+            v = load(at + j * bytes_apart + 4 * i, n_keys - i)
+            simd.store_f32(to + j * row_bytes(n_keys) + 4 * i, v)
+
+
+@jit.device_function
 def _pack_values(x, x_bytes, n, scratch):
     """Copy `n` of `LANES` values of the chunk's tokens, plain and times w_j exp(A_last - A_j)."""
     for j in range(CHUNK):
@@ -247,10 +271,16 @@ def chunk(
     """
     prepare(log_decay, scratch, scale)
     _weigh(scores_at, scores_bytes, scratch, scale)
+    distance = row_bytes(n_keys)
+    queries = scratch + rows_at(n_values, n_keys)
+    keys = queries + CHUNK * distance
+    _copy_rows(c, c_bytes, n_keys, queries)
+    _copy_rows(b, b_bytes, n_keys, keys)
     for p in range(0, n_values, LANES):
         state = scratch + STATE + 4 * p * n_keys
         _pack_values(x + 4 * p, x_bytes, n_values - p, scratch)
         _results(
-            like, c, c_bytes, n_keys, state, skip, scratch, n_values - p, out + 4 * p, out_bytes
-        )
-        _update(like, b, b_bytes, n_keys, state, scratch)
+            like, queries, distance, n_keys, state, skip, scratch, n_values - p, out + 4 * p,
+            out_bytes,
+        )  # fmt: skip
+        _update(like, keys, distance, n_keys, state, scratch)

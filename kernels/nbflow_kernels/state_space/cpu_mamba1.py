@@ -44,6 +44,8 @@ def _scan(
     for row in range(start, stop):
         block, s = row // B, row % B
         first, end = read_i32(indptr + 4 * s), read_i32(indptr + 4 * s + 4)
+        if first == end:
+            continue
         channel, n = 16 * block, min(16, C - 16 * block)
         state_at = state + (read_i32(indices + 4 * s) * C + channel) * N * 4
         if block != packed:

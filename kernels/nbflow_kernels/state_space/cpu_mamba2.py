@@ -115,7 +115,8 @@ def _steps(
                 v = simd.fma(decay, load_first(row + i, rest, 0.0), v)
                 store(row + i, rest, v)
                 total = simd.fma(v, load_first(c_at + i, rest, 0.0), total)
-            write_f32(out + t * out_bytes + 4 * p, simd.sum(total) + skip * value)
+            y = simd.fma(simd.splat(skip), simd.splat(value), simd.splat(simd.sum(total)))
+            write_f32(out + t * out_bytes + 4 * p, simd.max(y))  # 16 equal lanes
 
 
 @jit.kernel
@@ -127,7 +128,7 @@ def _scan(
 
     A sequence's tokens go in chunks from its first token on, what remains in steps.
     """
-    scratch = simd_memory.allocate(STATE + 4 * N * (P + cpu_chunks.LANES))
+    scratch = simd_memory.allocate(cpu_chunks.scratch_bytes(P, N))
     for row in range(start, stop):
         h, s = row // B, row % B
         t, end = read_i32(indptr + 4 * s), read_i32(indptr + 4 * s + 4)

@@ -16,16 +16,17 @@ __global__ void scan(const float* x, const float* dt, const float* a, const floa
                      long long b_row, long long c_row, long long out_row, int n_rows, int P,
                      int per_group, int N, int n_blocks, int use_softplus, float low, float high) {
   constexpr int ROWS = THREADS / LANES;
-  int s = blockIdx.x / n_blocks, lane = threadIdx.x % LANES;
-  int wanted = blockIdx.x % n_blocks * ROWS + threadIdx.x / LANES;
-  int row = min(wanted, n_rows - 1);  // all lanes of a warp shuffle; only wanted rows are written
+  int s = blockIdx.x / n_blocks;
+  if (indptr[s] == indptr[s + 1]) return;  // its state is not touched, whatever the index
+  int lane = threadIdx.x % LANES, wanted = blockIdx.x % n_blocks * ROWS + threadIdx.x / LANES;
+  int row = min(wanted, n_rows - 1);  // all lanes of a warp shuffle; only wanted rows count
   bool mine = wanted < n_rows;
   int head = row / P, group = head / per_group;
   float* h_at = state + ((long long)indices[s] * n_rows + row) * N;
   float h[VALUES], rate[VALUES];
   for (int i = 0; i < VALUES; i++) {
     int n = i * LANES + lane;
-    h[i] = n < N ? h_at[n] : 0.0f;
+    h[i] = n < N && mine ? h_at[n] : 0.0f;
     rate[i] = !PER_STATE ? a[head] : n < N ? a[(long long)row * N + n] : 0.0f;
   }
   float bias = dt_bias != nullptr ? dt_bias[head] : 0.0f, skip = d != nullptr ? d[head] : 0.0f;
