@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import platform
 import time
@@ -48,21 +47,8 @@ from nbflow.utils.system import available_memory_bytes, peak_rss_bytes, reset_pe
 from nbflow_kernels.cpu.parallel_for import set_num_threads
 from nbflow_kernels.errors import UsageError
 
-logger = logging.getLogger(__name__)
-
 MAX_MULTI_STEP_DECODES = 32
 """Most cached multi-step buffers, one for each strategy and batch size."""
-
-
-def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
-    """Return the communicators of this rank's stages; collective over `comm`."""
-    groups: dict[tuple[int, ...], Comm] = {}
-    for group in dict.fromkeys(r.group for r in plan.ranks):
-        if len(group) > 1:
-            part = comm.split([plan.numbers.index(rank) for rank in group])
-            if part is not None:
-                groups[group] = part
-    return groups
 
 
 class Worker:
@@ -270,14 +256,7 @@ class Worker:
     def _begin(self, limits: tuple[int | None, int | None, int | None, bool]) -> None:
         """Create an empty block table and scheduler with these limits."""
         max_step_tokens, max_sequences, max_pages, prefix_cache = self._limits = limits
-        states = StateTable() if self.spec.is_recurrent else None
-        if states is not None:
-            states.grow(max_sequences or 0)
-            if prefix_cache:
-                logger.info(
-                    "%s has recurrent layers: the prefix cache is off, as pages do not hold the "
-                    "state after them", self.spec.name,
-                )  # fmt: skip
+        states = StateTable(max_sequences or 0) if self.spec.is_recurrent else None
         self.table = BlockTable(self.storage.page_size, max_pages, states=states)
         self.table.grow(max_pages or 0)
         self.scheduler = Scheduler(
@@ -285,7 +264,7 @@ class Worker:
             max_step_tokens or self.max_step_tokens,
             max_sequences,
             max(1, MAX_LOGIT_BYTES // (4 * self.spec.vocab_size)),
-            prefix_cache and states is None,
+            prefix_cache,
             short_context=self.spec.short_context,
             n_vocab=self.spec.vocab_size,
         )
@@ -511,8 +490,7 @@ class Worker:
             self.executor.release_bindings()  # frees the former pages before new ones are allocated
             self.storage.ensure(self.table.n_pages)
         self.storage.copy_pages(self.table.take_copies())
-        if self.table.states is not None:
-            self.states.update(self.table.states)
+        self.states.update(self.table.states)
 
     def _post(self, array: np.ndarray) -> None:
         """Send an array to every other rank without waiting."""
@@ -592,8 +570,7 @@ class Worker:
             "matrix_bytes": self.matrix_bytes,
             "kv_bytes": self.storage.n_bytes + self.states.n_bytes,
             "kv_used_bytes": self.table.most_used_pages * self.storage.page_bytes
-            + (0 if self.table.states is None else self.table.states.most_used_rows)
-            * self.states.row_bytes,
+            + self.states.used_bytes(self.table.states),
             "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
             "workspace_bytes": self.executor.workspace_bytes,
             "step_bytes": self.executor.step_bytes,

@@ -58,12 +58,15 @@ class StateStorage:
         self.n_rows = 0
         self.version += 1
 
-    def update(self, table: StateTable) -> bool:
-        """Make the rows and copies that the next step needs; return True if the arrays changed."""
-        grown = table.n_rows > self.n_rows and bool(self._shapes)
-        self.ensure(table.n_rows)
-        self.copy_rows(table.take_copies())
-        return grown
+    def used_bytes(self, table: StateTable | None) -> int:
+        """Return the bytes of the most rows that a table has used at once."""
+        return 0 if table is None else table.most_used_rows * self.row_bytes
+
+    def update(self, table: StateTable | None) -> None:
+        """Make the rows and copies that the next step needs; nothing without recurrent layers."""
+        if table is not None:
+            self.ensure(table.n_rows)
+            self.copy_rows(table.take_copies())
 
     def copy_rows(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy rows (from, to) in order; from `ZEROS` clears a row."""

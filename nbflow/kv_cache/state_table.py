@@ -16,9 +16,9 @@ ZEROS = -1
 
 
 class StateTable:
-    """Allocator of state rows for sequences."""
+    """Allocator of state rows for sequences, with room for `n_rows` at first."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_rows: int = 0) -> None:
         self.n_rows = 0
         """Number of rows that the storage must have."""
         self.most_used_rows = 0
@@ -27,6 +27,7 @@ class StateTable:
         self._saved: dict[int, tuple[int, int]] = {}  # by sequence: length and row
         self._free: list[int] = []
         self._copies: list[tuple[int, int]] = []
+        self.grow(n_rows)
 
     def grow(self, n_rows: int) -> None:
         """Grow to at least `n_rows` rows."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from nbflow.checkpoint.quantization_config import read_quantization
 from nbflow.spec.architecture import (
-    LAYER_KINDS,
     ClassifierSpec,
     DeltaSpec,
     LatentSpec,
@@ -21,6 +20,7 @@ from nbflow.spec.architecture import (
 from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, encoder_of
 from nbflow.spec.fields import FIELDS, FUSED, MAX_ITEMS, REQUIRED, check_field
 from nbflow.spec.formula import evaluate
+from nbflow.spec.layer_types import first_layers, layer_kinds, types_of
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import check_value
@@ -88,8 +88,8 @@ def build_spec(
             where=where,
             checkpoint_tensors=checkpoint_tensors,
         )
-    kinds = _layer_kinds(family, values, where)
-    names = _names(family, tensors or {}, _first_layers(values["n_layers"], kinds), held)
+    kinds = layer_kinds(family, values, where)
+    names = _names(family, tensors or {}, first_layers(values["n_layers"], kinds), held)
     _name_biases(names)
     no_transform = checkpoint_tensors is not None and names.get("transform.weight") not in held
     if values["head_transform"] and no_transform:
@@ -238,7 +238,7 @@ def _from_config(
         if value is None or value == {}:  # an empty table of scalings is absent
             continue
         if rule.kinds:
-            return _types_of(value, rule.kinds, values["n_layers"], f"{where}: {key}")
+            return types_of(value, rule.kinds, values["n_layers"], f"{where}: {key}")
         if rule.values:
             word = str(value).lower() if isinstance(value, bool | int) else value
             check_value(word, f"{where}: {_full(config, key)}", tuple(rule.values))
@@ -366,38 +366,6 @@ def _scaling_table(table: Mapping[str, Any] | None, truncate: bool | None) -> di
     if truncate is not None and words.get("rope_type", words.get("type")) == "yarn":
         words["truncate"] = truncate
     return None if words.get("type") == "none" else words
-
-
-def _types_of(stated: Any, kinds: Sequence[str], n: int, where: str) -> tuple[str, ...]:
-    """Return layer_types from numbers of layers, or n for every n-th layer."""
-    if isinstance(stated, int) and not isinstance(stated, bool):
-        if not 1 <= stated <= MAX_ITEMS:
-            raise UsageError(f"{where}: must be 1..{MAX_ITEMS}, got {shown(stated)}")
-        chosen = set(range(stated - 1, n, stated))
-    else:
-        chosen = set(check_field(stated, where, FIELDS["dense_layers"]))
-    if not chosen <= set(range(n)):
-        raise UsageError(f"{where}: layers must be 0..{n - 1}, got {max(chosen)}")
-    return tuple(kinds[i not in chosen] for i in range(n))
-
-
-def _layer_kinds(family: Family, values: Mapping[str, Any], where: str) -> tuple[LayerKind, ...]:
-    """Return the kind of each layer; empty if layer_types has no effect."""
-    types, n = values["layer_types"], values["n_layers"]
-    if values["window"] is None and family.layers.keys() == LAYER_KINDS.keys():
-        return ()
-    for kind in types:
-        check_value(kind, f"{where}: layer_types", tuple(family.layers))
-    if len(types) == 1:
-        types = types * n
-    if types and len(types) != n:
-        raise UsageError(f"{where}: layer_types must have {n} entries, got {len(types)}")
-    return tuple(family.layers[kind] for kind in types)
-
-
-def _first_layers(n: int, kinds: Sequence[LayerKind]) -> tuple[int, ...]:
-    """Return a layer of each kind; the first layers may also lack experts that the last has."""
-    return tuple(dict.fromkeys((0, n - 1, *(kinds.index(kind) for kind in dict.fromkeys(kinds)))))
 
 
 def _full_layers(values: Mapping[str, Any], kinds: Sequence[LayerKind]) -> frozenset[int]:
@@ -577,7 +545,7 @@ def _biases(
     biases: set[str] = set()
     for switch, parts in family.biases.items():
         if switch == STORED:
-            layers = _first_layers(values["n_layers"], kinds)
+            layers = first_layers(values["n_layers"], kinds)
             biases.update(part for part in parts if _bias_stored(part, names, checkpoint, layers))
         elif switch == ALWAYS or _switch(config, switch, where):
             biases.update(parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 from pathlib import Path
 
@@ -12,10 +14,12 @@ import nbflow
 from nbflow.kv_cache import BlockTable, StateTable
 from nbflow.kv_cache.state_table import ZEROS
 from nbflow.planner.memory_plan import plan_memory
+from nbflow.spec import families
+from nbflow.spec.from_config import build_spec
 from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
-MODELS = ["lfm2"]
+MODELS = ["lfm2", "olmo_hybrid", "mamba2"]
 IDS = np.load(FOLDER / "lfm2" / "golden.npz")["ids"].tolist()
 N_NEW = 8
 TOLERANCE = 2e-6
@@ -158,6 +162,39 @@ def test_memory_of_the_states(model):
     path = FOLDER / model.spec.name
     planned = plan_memory(path, kv="f32", max_sequences=2, kv_bytes=n_bytes)
     assert planned.ranks[0].kv_bytes == n_bytes
+
+
+def test_groups_that_ranks_cannot_share():
+    with pytest.raises(UsageError, match=r"have 1 groups of 64 columns, .* more stages"):
+        nbflow.load(FOLDER / "granite4_dense", partition="0&1")
+
+
+def test_transforms_that_need_plain_attention():
+    for quantizer, message in (("awq", "recurrent layers"), ("hadamard", "recurrent layers")):
+        with pytest.raises(UsageError, match=message):
+            nbflow.load(FOLDER / "qwen3_5", weights="q8", quantizer=quantizer)
+
+
+def test_layer_types_by_numbers():
+    config = json.loads((FOLDER / "lfm2" / "config.json").read_text())
+    del config["layer_types"]
+    for family, key, stated, expected in (
+        ("lfm2", "full_attn_idxs", [1], "conv attention conv conv"),
+        ("lfm2", "full_attn_idxs", [4], "layers must be 0..3, got 4"),
+        ("lfm2", "none", [], "attention attention attention attention"),
+        ("qwen3_next", "full_attention_interval", 3, "delta delta attention delta"),
+    ):
+        mixers = {"short_conv": "conv", "gated_delta_rule": "delta"}
+        more = {"moe_intermediate_size": 8, key: stated}
+        build = functools.partial(
+            build_spec, families()[family], config | more, name="a", where="b"
+        )
+        if "must" in expected:
+            with pytest.raises(UsageError, match=expected):
+                build(checkpoint_tensors=None)
+        else:
+            found = [kind.mixer for kind in build(checkpoint_tensors=None).layer_kinds]
+            assert " ".join(mixers.get(name, name) for name in found) == expected
 
 
 def test_layer_types_of_a_family_file(tmp_path):

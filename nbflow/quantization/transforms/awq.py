@@ -91,6 +91,11 @@ def scale_columns(
     UsageError
         If there are no statistics of any matrix, or experts cannot be scaled.
     """
+    if not has_plain_mixers(spec):
+        raise UsageError(
+            f"{spec.name}: quantizer 'awq' does not support recurrent layers and gated attention; "
+            "use 'gptq', 'hqq' or 'search'"
+        )
     if not set(spec.tensor_shapes()) & set(statistics):
         raise UsageError(
             "quantizer 'awq' needs statistics of the inputs: nbflow imatrix MODEL -o FILE, "
@@ -100,11 +105,6 @@ def scale_columns(
         raise UsageError(
             f"{spec.name}: quantizer 'awq' does not support experts with biases or non-contiguous "
             "rows; use 'gptq', 'hqq' or 'search'"
-        )
-    if not has_plain_mixers(spec):
-        raise UsageError(
-            f"{spec.name}: quantizer 'awq' does not support recurrent layers and gated attention; "
-            "use 'gptq', 'hqq' or 'search'"
         )
     search = _Search(spec, file, format_of, statistics)
     if spec.norm_weight:
