@@ -262,7 +262,7 @@ class ReferenceExecutor:
     def _gate(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         inputs = [values[name] for name in op.inputs]
         if op.out in op.inputs:
-            return gating.gated_product(*inputs, op.attrs["activation"])
+            return gating.gated_product(inputs[0], inputs[1], op.attrs["activation"])
         both = np.concatenate(inputs, axis=1)
         return activation.glu(both, op.attrs["activation"], gate_first=True)
 
@@ -281,10 +281,9 @@ class ReferenceExecutor:
         head = op.attrs["head"]
         q, k = (self._heads(values[name], head) for name in op.inputs[:2])
         v = self._heads(values[op.inputs[2]], op.attrs["state"][-1])
-        gates = [values[name] for name in op.inputs[3:]]
-        out = delta_rule.gated_delta_rule(
-            q, k, v, *gates, *self._sequence(op, ids), normalize_qk=True
-        )
+        decay, beta = (values[name] for name in op.inputs[3:])
+        sequence = self._sequence(op, ids)
+        out = delta_rule.gated_delta_rule(q, k, v, decay, beta, *sequence, normalize_qk=True)
         return out.reshape(len(ids), -1)
 
     def _mamba2(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:

@@ -41,7 +41,7 @@ class Step:
     @property
     def start_positions(self) -> np.ndarray:
         """int32 (B,): position of the first token of each sequence."""
-        return self.positions[self.qo_indptr[:-1]]
+        return np.asarray(self.positions[self.qo_indptr[:-1]])
 
     @property
     def size(self) -> tuple[int, int, int]:

@@ -76,8 +76,10 @@ def _nameless(path: Path, family: Family) -> list[str]:
     numbers |= {"n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "norm_eps": 1e-5}
     numbers |= {"activation": "gelu", "embed_scale": 1.0, "position_offset": 0}
     if family.layers.keys() != LAYER_KINDS.keys():  # a layer of each kind
-        numbers |= {"layer_types": tuple(family.layers), "n_layers": len(family.layers)}
-        numbers |= {name: 2 for name in FIELDS if name.startswith(("conv_", "linear_"))}
+        kinds = family.structure.get("layer_types") or tuple(family.layers)
+        numbers |= {"layer_types": kinds, "n_layers": len(kinds)}
+        recurrent = ("conv_", "linear_", "ssm_")
+        numbers |= {name: 2 for name in FIELDS if name.startswith(recurrent)}
     encoder = encoder_of(family)
 
     def spec_of(one: Family) -> ModelSpec:
