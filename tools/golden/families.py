@@ -237,6 +237,15 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         **FOUR_EVEN, "num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_state": 16,
         "num_local_experts": 0, "shared_intermediate_size": 40, "position_embedding_type": "rope",
         "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {
+        **FOUR_HALF, "num_hidden_layers": 2, "linear_num_key_heads": 2, "layer_types": [
+            "linear_attention", "full_attention"], "num_experts": 5, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 18, "linear_value_head_dim": 12}),
+    "lfm2_moe": ("Lfm2Moe", {
+        **FOUR_EVEN, "num_hidden_layers": 3, "tie_word_embeddings": True, "num_dense_layers": 1,
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+        "routed_scaling_factor": 1.5, "layer_types": ["conv", "full_attention", "conv"]}),
 }  # fmt: skip
 """Models with recurrent layers: name -> class and configuration."""
 
@@ -300,7 +309,7 @@ PUBLISHED: dict[str, Callable[[], Made]] = {
 def from_transformers(kind: str, options: dict[str, Any]) -> Made:
     """Return a model of transformers with random weights."""
     base = kind.removesuffix("LMHead")
-    config_name = f"{base}TextConfig" if kind in ("Gemma3", "Qwen3_5") else f"{base}Config"
+    config_name = f"{base}TextConfig" if kind in TEXT_OF else f"{base}Config"
     config = getattr(transformers, config_name)(**options, initializer_range=0.5)
     # transformers 5.23 adds Falcon's ALiBi twice in its eager attention
     config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
@@ -374,6 +383,8 @@ def separate_convolutions(model: Any) -> Convert:
     return convert
 
 
+TEXT_OF = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+"""Classes whose configuration is called that of the text model."""
 AS_RELEASED: dict[str, Callable[[Any], Convert]] = {
     "Qwen3_5": nested,
     "OlmoHybrid": separate_convolutions,

@@ -40,7 +40,7 @@ def randomize(model: torch.nn.Module) -> None:
         if hasattr(module, "create_weight"):  # sinusoids are computed, not stored
             module.weight.data = module.create_weight()
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_((0.2 * torch.randn_like(buffer)).half().float())
 
 
