@@ -2,8 +2,10 @@
 
 from nbflow_kernels.activation import *
 from nbflow_kernels.attention import *
+from nbflow_kernels.convolution import *
 from nbflow_kernels.cpu.parallel_for import get_num_threads as get_num_threads
 from nbflow_kernels.cpu.parallel_for import set_num_threads as set_num_threads
+from nbflow_kernels.delta_rule import *
 from nbflow_kernels.embedding import *
 from nbflow_kernels.errors import MissingExtraError as MissingExtraError
 from nbflow_kernels.errors import UsageError as UsageError
@@ -14,7 +16,9 @@ from nbflow_kernels.formats import dequantize as dequantize
 from nbflow_kernels.formats.user import load_formats as load_formats
 from nbflow_kernels.formats.user import register_format as register_format
 from nbflow_kernels.formats.user import unregister_format as unregister_format
+from nbflow_kernels.gating import *
 from nbflow_kernels.kv_cache import *
+from nbflow_kernels.linear_attention import *
 from nbflow_kernels.logits import *
 from nbflow_kernels.masks import *
 from nbflow_kernels.matmul import *
@@ -26,6 +30,7 @@ from nbflow_kernels.quantized_matmul import qmatmul as qmatmul
 from nbflow_kernels.quantizers import quantize as quantize
 from nbflow_kernels.sampling import *
 from nbflow_kernels.sparse import *
+from nbflow_kernels.state_space import *
 from nbflow_kernels.testing.format_checks import check_format as check_format
 
 __all__: list[str]

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, tuple[str, ...]] = {
     "norm": (
         "rmsnorm", "layernorm", "fused_add_rmsnorm", "gemma_rmsnorm", "gemma_fused_add_rmsnorm",
-        "fused_add_layernorm", "l2norm", "linear_norm",
+        "fused_add_layernorm", "l2norm", "linear_norm", "gated_rmsnorm",
     ),
     "activation": (
         "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul",
         "relu_and_mul", "gelu_quick", "relu2", "sigmoid", "gelu_quick_and_mul", "relu2_and_mul",
-        "sigmoid_and_mul", "glu", "swigluoai_and_mul",
+        "sigmoid_and_mul", "glu", "swigluoai_and_mul", "xielu",
     ),
     "embedding": ("embedding",),
     "position": (
@@ -53,6 +53,11 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "BlockSparseAttentionWrapper", "MultiLevelCascadeAttentionWrapper",
         "VariableBlockSparseAttentionWrapper",
     ),
+    "convolution": ("causal_conv1d",),
+    "delta_rule": ("gated_delta_rule",),
+    "gating": ("gated_product", "log_decay"),
+    "state_space": ("mamba1_scan", "mamba2_scan"),
+    "linear_attention": ("lightning_attention",),
     "masks": ("convert_bsr_mask_layout", "packbits", "segment_packbits"),
     "sampling": (
         "softmax", "argmax", "sampling_from_probs", "top_k_sampling_from_probs",

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from nbflow.distributed.plan import Plan
 from nbflow.distributed.quantized_all_reduce import q8_add, q8_error, q8_pack
 from nbflow_kernels.errors import UsageError
 
@@ -243,3 +244,14 @@ class SelfComm(Comm):
 
     def split(self, ranks: Sequence[int]) -> Comm | None:
         return SelfComm() if 0 in ranks else None
+
+
+def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
+    """Return the communicators of this rank's stages; collective over `comm`."""
+    groups: dict[tuple[int, ...], Comm] = {}
+    for group in dict.fromkeys(r.group for r in plan.ranks):
+        if len(group) > 1:
+            part = comm.split([plan.numbers.index(rank) for rank in group])
+            if part is not None:
+                groups[group] = part
+    return groups

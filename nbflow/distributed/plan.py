@@ -55,6 +55,11 @@ class RankPlan:
     """Range of experts."""
     shared: Range = (0, 0)
     """Range of columns of the shared expert."""
+    channels: Range = (0, 0)
+    """Range of channels of gated short convolutions."""
+    linear_heads: Range = (0, 0)
+    """Range of key heads of linear attention, each with its value heads, or of groups of heads of
+    state-space layers."""
     vocab_widths: tuple[int, ...] = ()
     """Rows of embedding and head of each rank of the group."""
     all_reduce: str = "f32"
@@ -131,11 +136,16 @@ def make_plan(
     ranks = []
     for s, (stage, group) in enumerate(zip(stages, groups, strict=True)):
         n, shares = len(stage), [member.share for member in stage]
-        heads = _split_heads(spec, shares, block_size, partition)
-        size = spec.intermediate_size
-        ffn = _split_aligned(size, shares, block_size, "intermediate_size", partition)
+        heads = [((0, 0), (0, 0))] * n
+        if "attention" in spec.mixers:
+            heads = _split_heads(spec, shares, block_size, partition)
+        ffn = [(0, 0)] * n
+        if any(spec.kind_of(i).feed_forward for i in range(spec.n_layers)):
+            size = spec.intermediate_size
+            ffn = _split_aligned(size, shares, block_size, "intermediate_size", partition)
         experts, shared = _split_experts(spec, shares, block_size, partition)
         vocab = split_by_shares(spec.vocab_size, shares)
+        channels, linear_heads = _split_recurrent(spec, shares, block_size, partition)
         for j, rank in enumerate(group):
             before = groups[s - 1] if s else ()
             after = groups[s + 1] if s + 1 < len(groups) else ()
@@ -154,6 +164,8 @@ def make_plan(
                     sends_to=tuple(r for i, r in enumerate(after) if i % n == j),
                     experts=experts[j],
                     shared=shared[j],
+                    channels=channels[j],
+                    linear_heads=linear_heads[j],
                     vocab_widths=tuple(b - a for a, b in vocab),
                     all_reduce=all_reduce,
                 )
@@ -218,6 +230,36 @@ def _split_experts(
     size = spec.moe.shared_size
     shared = _split_aligned(size, shares, block_size, "shared_size", partition) if size else none
     return split_by_shares(spec.moe.n_experts, shares), shared
+
+
+def _split_recurrent(
+    spec: ModelSpec, shares: Sequence[float], block_size: int, partition: str
+) -> tuple[list[Range], list[Range]]:
+    """Return the channels of short convolutions of each rank, and its recurrent heads."""
+    n = len(shares)
+    channels = heads = [(0, 0)] * n
+    if "short_conv" in spec.mixers:
+        size = spec.hidden_size
+        channels = _split_aligned(size, shares, block_size, "hidden_size", partition)
+    total, width = 0, 1
+    if spec.delta is not None:
+        total, width = spec.delta.key_heads, spec.delta.group * spec.delta.value_dim
+    if spec.ssm is not None:  # groups share a norm
+        total = math.gcd(spec.ssm.groups, spec.ssm.norm_groups)
+        width = spec.ssm.width // total
+    if total and n == 1:
+        heads = [(0, total)]
+    elif total:
+        unit = _heads_per_unit(block_size, width)
+        if total % unit or total // unit < n:
+            raise UsageError(
+                f"partition {partition!r}: the recurrent layers of {spec.name} have {total} groups "
+                f"of {width} columns, which cannot be dealt out to {n} ranks in whole groups and "
+                f"whole blocks of {block_size} columns; use fewer ranks per stage and more stages, "
+                "or a format with a smaller block"
+            )
+        heads = [(a * unit, b * unit) for a, b in split_by_shares(total // unit, shares)]
+    return channels, heads
 
 
 def _split_heads(

@@ -66,7 +66,8 @@ class PromptEvaluator:
         self._worker = rank
         self._next = -1
         self._ids: dict[int, list[int]] = {}
-        """Tokens of sequences that may switch to the long rotary factors."""
+        """Tokens of sequences that may have to be computed again: from the start with the long
+        rotary factors, or after a saved recurrent state."""
 
     def _max_tokens(self, names: Sequence[str]) -> int:
         """Return the most tokens in a step that returns these buffers."""
@@ -77,7 +78,7 @@ class PromptEvaluator:
     def open(self, encoder_ids: Sequence[int] | None = None) -> int:
         """Create an empty sequence and return its number."""
         (number,) = self._open([encoder_ids], [0])
-        if self._worker.spec.short_context is not None:
+        if self._worker.spec.short_context is not None or self._worker.spec.is_recurrent:
             self._ids[number] = []
         return number
 
@@ -106,10 +107,21 @@ class PromptEvaluator:
         return new
 
     def truncate(self, number: int, length: int) -> None:
-        """Truncate a sequence to its first `length` tokens."""
-        self._worker.table.truncate(number, length)
+        """Truncate a sequence to its first `length` tokens.
+
+        With recurrent layers, the tokens since the last `save_state` are computed again.
+        """
+        kept = self._worker.table.truncate(number, length)
         if number in self._ids:
-            del self._ids[number][length:]
+            again = self._ids[number][kept:length]
+            del self._ids[number][kept:]
+            if again:
+                self.run([number], [again], [], last=True)
+
+    def save_state(self, numbers: Sequence[int]) -> None:
+        """Keep the recurrent states of sequences, so that `truncate` computes little again."""
+        for number in numbers:
+            self._worker.table.save_state(number)
 
     def close(self, numbers: Sequence[int]) -> None:
         """Drop sequences."""
@@ -285,6 +297,14 @@ class SequenceEvaluator:
             raise UsageError(f"length must be 0..{present}, the sequence length, got {length}")
         self._call("truncate", sequence, length)
         self._lengths[sequence] = length
+
+    def save_state(self, *sequences: int) -> None:
+        """Keep the recurrent states of sequences, so that `truncate` computes little again.
+
+        Models without recurrent layers need no such copy.
+        """
+        if self._model.spec.is_recurrent:
+            self._call("save_state", [self._known(s) for s in sequences])
 
     def drop(self, *sequences: int) -> None:
         """Drop sequences."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from nbflow.engine.interfaces import ModelInfo, ModelRunner
 from nbflow.engine.request import Request
 from nbflow.engine.request_validation import check_request
 from nbflow.engine.scheduler import check_n_sequences, max_new_tokens_for
+from nbflow.kv_cache.block_table import UNLIMITED
 from nbflow.options import MAX_SEQUENCES, EngineOptions
 from nbflow_kernels.errors import UsageError
 
@@ -43,21 +45,32 @@ def choose_limits(model: ModelRunner, options: EngineOptions) -> Limits:
     page_size = model.workers[0].storage.page_size
     ranks = model.gather("page_memory")
     hosts = [r["host"] for r in ranks]  # ranks of one machine share its memory
+    all_pages = sequences * -(-model.spec.max_context // page_size)
     room = min(
-        (kv_bytes or r["available_bytes"] // (2 * hosts.count(r["host"]))) // r["page_bytes"]
+        _n_pages(kv_bytes or r["available_bytes"] // (2 * hosts.count(r["host"])), sequences, r)
         for r in ranks
     )
     if room < 1:
-        most = max(r["page_bytes"] for r in ranks)
+        most = max(r["page_bytes"] + sequences * r["state_bytes"] for r in ranks)
+        what = f"one page of {page_size} tokens"
+        if any(r["state_bytes"] for r in ranks):
+            what += f" and the recurrent states of {sequences} sequences (max_sequences)"
         raise UsageError(
-            f"kv_bytes must be at least {most}, the size of one page of {page_size} tokens, got "
-            f"{kv_bytes}"
+            f"kv_bytes must be at least {most}, the size of {what}, got {kv_bytes}"
             if kv_bytes
-            else f"there is not enough memory for a page of {most} bytes of keys and values"
+            else f"there is not enough memory for {what}, {most} bytes"
         )
-    if kv_bytes is None:
-        room = min(room, sequences * -(-model.spec.max_context // page_size))
+    if kv_bytes is None or not any(r["page_bytes"] for r in ranks):
+        room = min(room, all_pages)
     return Limits(steps, sequences, options.max_waiting, room, page_size, options.prefix_cache)
+
+
+def _n_pages(kv_bytes: int, sequences: int, rank: dict[str, Any]) -> int:
+    """Return the pages of a rank for which the states of all sequences leave memory."""
+    left = kv_bytes - sequences * int(rank["state_bytes"])
+    if rank["page_bytes"]:
+        return left // int(rank["page_bytes"])
+    return UNLIMITED if left >= 0 else 0  # no layer with keys and values
 
 
 def fit(request: Request, model: ModelInfo, limits: Limits) -> None:

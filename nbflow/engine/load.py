@@ -15,6 +15,7 @@ from nbflow.checkpoint.readers.gguf import shared_headers
 from nbflow.checkpoint.weight_file import ITEM_BYTES
 from nbflow.conversion.importance_names import load_importance
 from nbflow.distributed import Comm, Plan, make_plan, split_replicas, world
+from nbflow.distributed.comm import make_groups
 from nbflow.distributed.cpu_threads import fair_threads
 from nbflow.distributed.device import (
     Device,
@@ -30,7 +31,7 @@ from nbflow.engine.classification_head import ClassificationHead
 from nbflow.engine.llm import LLM
 from nbflow.engine.replicas.offline import Replicas
 from nbflow.engine.replicas.router import ReplicaRouter
-from nbflow.engine.worker import Worker, make_groups
+from nbflow.engine.worker import Worker
 from nbflow.executor.device_memory import DeviceMemory
 from nbflow.executor.trace import TracePrinter
 from nbflow.option_fields import documents

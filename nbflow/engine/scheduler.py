@@ -201,7 +201,7 @@ class Scheduler:
     max_logit_rows : int, optional
         Most rows of logits per step besides those of sampled tokens.
     prefix_cache : bool
-        True to share pages of equal prompt prefixes.
+        True to share pages of equal prompt prefixes; not with recurrent layers.
     short_context : int, optional
         Original context of LongRoPE (`ModelSpec.short_context`).
     n_vocab : int, optional
@@ -224,7 +224,9 @@ class Scheduler:
         self.max_step_tokens = max_step_tokens
         self.max_sequences = min(max_sequences or max_step_tokens, max_step_tokens)
         self.max_logit_rows = max_logit_rows
-        self.prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache and table.states is None
+        if prefix_cache and not self.prefix_cache:
+            logger.info("the prefix cache is off: pages do not hold the state of recurrent layers")
         self.short_context = short_context
         self.running: list[Request] = []
         """Sorted by priority and arrival."""
@@ -376,6 +378,7 @@ class Scheduler:
             return
         drafts = self._proposed(request, token_budget)
         if drafts and self.table.try_reserve(request.id, 1 + len(drafts)):
+            self.table.save_state(request.id)
             step.add_drafts(entry, drafts)
 
     def _proposed(self, request: Request, n: int) -> list[int]:

@@ -32,7 +32,7 @@ from nbflow.engine.scheduler import ScheduledRequest, Scheduler
 from nbflow.engine.search.runtime import fork_sequences
 from nbflow.executor import HOST, CpuExecutor, Device, Step, WeightLoader, make_executor, make_step
 from nbflow.executor.device_memory import DeviceMemory
-from nbflow.kv_cache import BlockTable, make_storage
+from nbflow.kv_cache import BlockTable, StateStorage, StateTable, make_storage
 from nbflow.options import OffloadConfig
 from nbflow.planner.memory import PAGE_SIZE
 from nbflow.program import build, fuse, partition
@@ -49,17 +49,6 @@ from nbflow_kernels.errors import UsageError
 
 MAX_MULTI_STEP_DECODES = 32
 """Most cached multi-step buffers, one for each strategy and batch size."""
-
-
-def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
-    """Return the communicators of this rank's stages; collective over `comm`."""
-    groups: dict[tuple[int, ...], Comm] = {}
-    for group in dict.fromkeys(r.group for r in plan.ranks):
-        if len(group) > 1:
-            part = comm.split([plan.numbers.index(rank) for rank in group])
-            if part is not None:
-                groups[group] = part
-    return groups
 
 
 class Worker:
@@ -117,19 +106,21 @@ class Worker:
         self.weights.finalize(place, offload.embeddings_on_host)
         self.bytes_read = file.bytes_read - before
         self.storage = make_storage(
-            spec, self.program.layers, page_size, self.program.n_kv_heads, kv,
+            spec, self.program.kv_layers, page_size, self.program.n_kv_heads, kv,
             place.for_purpose("the key/value cache"),
             (
                 place.for_purpose("the host's part of the key/value cache").mapped(),
-                offload.host_layers(len(self.program.layers)),
+                offload.host_layers(len(self.program.kv_layers)),
             ),
         )  # fmt: skip
+        self.states = StateStorage(self.program.states, place.for_purpose("the recurrent states"))
         self.max_step_tokens = max_step_tokens
-        self.table = BlockTable(page_size)
+        self.table = BlockTable(page_size, states=StateTable() if spec.is_recurrent else None)
         self.scheduler = Scheduler(self.table, max_step_tokens, short_context=spec.short_context)
         self.executor = make_executor(
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
             None if self.cross_attention is None else self.cross_attention.storage, device=place,
+            states=self.states,
         )  # fmt: skip
         self.executor.device_memory = device_memory or self.executor.device_memory
         self.executor.trace = trace
@@ -224,6 +215,7 @@ class Worker:
             failure = None
             try:
                 self.storage.ensure(max_pages)
+                self.states.ensure(max_sequences or 0)
                 tokens = max_step_tokens or self.max_step_tokens
                 self.executor.reserve(tokens, max_sequences or tokens)
             except UsageError as error:
@@ -232,6 +224,7 @@ class Worker:
                 self._agree(failure)
             except UsageError:  # not enough memory: keep the former limits
                 self.storage.release()
+                self.states.release()
                 raise
         self._begin(limits)
 
@@ -245,6 +238,7 @@ class Worker:
             self._pipeline.end_all()
         self.executor.release_bindings()
         self.storage.release()
+        self.states.release()
         self._begin((None, None, None, False))
 
     def _agree(self, failure: UsageError | None) -> None:
@@ -262,7 +256,8 @@ class Worker:
     def _begin(self, limits: tuple[int | None, int | None, int | None, bool]) -> None:
         """Create an empty block table and scheduler with these limits."""
         max_step_tokens, max_sequences, max_pages, prefix_cache = self._limits = limits
-        self.table = BlockTable(self.storage.page_size, max_pages)
+        states = StateTable(max_sequences or 0) if self.spec.is_recurrent else None
+        self.table = BlockTable(self.storage.page_size, max_pages, states=states)
         self.table.grow(max_pages or 0)
         self.scheduler = Scheduler(
             self.table,
@@ -395,7 +390,7 @@ class Worker:
             if request.id in ended:
                 continue
             if entry.drafts:
-                self.table.truncate(request.id, request.n_computed)
+                request.n_computed = self.table.truncate(request.id, request.n_computed)
             if not request.branches:
                 self._commit(request)
             if request.search_state is not None and request.finish_reason is None:
@@ -498,6 +493,7 @@ class Worker:
             self.executor.release_bindings()  # frees the former pages before new ones are allocated
             self.storage.ensure(self.table.n_pages)
         self.storage.copy_pages(self.table.take_copies())
+        self.states.update(self.table.states)
 
     def _post(self, array: np.ndarray) -> None:
         """Send an array to every other rank without waiting."""
@@ -545,6 +541,7 @@ class Worker:
         """Return the size of a page, the available memory, and the machine."""
         return {
             "page_bytes": self.storage.page_bytes,
+            "state_bytes": self.states.row_bytes,
             "available_bytes": available_memory_bytes(),
             "host": platform.node(),
         }
@@ -574,8 +571,9 @@ class Worker:
             "rank": self.mine.rank,
             "weight_bytes": self.weights.n_bytes,
             "matrix_bytes": self.matrix_bytes,
-            "kv_bytes": self.storage.n_bytes,
-            "kv_used_bytes": self.table.most_used_pages * self.storage.page_bytes,
+            "kv_bytes": self.storage.n_bytes + self.states.n_bytes,
+            "kv_used_bytes": self.table.most_used_pages * self.storage.page_bytes
+            + self.states.used_bytes(self.table.states),
             "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
             "workspace_bytes": self.executor.workspace_bytes,
             "step_bytes": self.executor.step_bytes,

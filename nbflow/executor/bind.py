@@ -22,7 +22,7 @@ from nbflow.executor.expert_bias import expert_biases
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.storage import LAYOUT
 from nbflow.program.cost import sends_q8
-from nbflow.program.records import COMMUNICATION, Op
+from nbflow.program.records import COMMUNICATION, Op, state_key
 from nbflow.utils.rank_status import WAITING, WORKING, status
 from nbflow_kernels import op_registry
 from nbflow_kernels.attention.cpu.scheduler import schedule
@@ -307,8 +307,10 @@ class Binder:
 
     def _norm(self, op: Op, index: int) -> BoundOp:
         kernels = self._kernels("norm")
-        view = self._heads if op.attrs.get("per_head") else self.view
-        x, out, eps = view(op.inputs[0]), view(op.out), op.attrs["eps"]
+        x, out, eps = self.view(op.inputs[0]), self.view(op.out), op.attrs["eps"]
+        if op.attrs.get("per_head"):
+            head = op.attrs.get("head")
+            x, out = self._heads(op.inputs[0], head), self._heads(op.out, head)
         if "columns" in op.attrs:
             x, out = x[:, : op.attrs["columns"]], out[:, : op.attrs["columns"]]
         weight, bias = (*self.executor.weights.operands[index], None, None)[:2]
@@ -428,10 +430,64 @@ class Binder:
         return self._captured(op, self._kernels("activation").elementwise, *args)
 
     def _gate(self, op: Op, index: int) -> BoundOp:
-        glu = self._kernels("activation").glu
-        (gate_up,) = op.inputs  # programs of this executor are fused
-        args = self.view(gate_up), op.attrs["activation"], True, self.view(op.out)
-        return self._captured(op, glu, *args)
+        kernels, activation = self._kernels("activation"), op.attrs["activation"]
+        views, out = [self.view(name) for name in op.inputs], self.view(op.out)
+        if len(views) == 1:
+            return self._captured(op, kernels.glu, *views, activation, True, out)
+        gated_product = self._kernels("gating").gated_product
+        return self._captured(op, gated_product, *views, activation, out)
+
+    def _log_decay(self, op: Op, index: int) -> BoundOp:
+        rate, bias = self.executor.weights.operands[index]
+        log_decay = self._kernels("gating").log_decay
+        return self._captured(op, log_decay, self.view(op.inputs[0]), rate, bias, self.view(op.out))
+
+    def _sigmoid(self, op: Op, index: int) -> BoundOp:
+        x, out = self.view(op.inputs[0]), self.view(op.out)
+        scale = self._to_device(np.full(x.shape, op.attrs["scale"], np.float32))
+        gated_product = self._kernels("gating").gated_product
+        return self._captured(op, gated_product, x, scale, "sigmoid", out)
+
+    def _delta_rule(self, op: Op, index: int) -> BoundOp:
+        head, arrays = op.attrs["head"], self.arrays
+        q, k = (self._heads(name, head) for name in op.inputs[:2])
+        v, out = (self._heads(name, op.attrs["state"][-1]) for name in (op.inputs[2], op.out))
+        decay, beta = (self.view(name) for name in op.inputs[3:])
+        return self._captured(
+            op, self._kernels("delta_rule").gated_delta_rule, q, k, v, decay, beta,
+            self.executor.states.arrays[state_key(op)], arrays.qo_indptr, arrays.state_rows,
+            arrays.start_positions, head**-0.5, True, True, out,
+        )  # fmt: skip
+
+    def _mamba2(self, op: Op, index: int) -> BoundOp:
+        rate, dt_bias, skip = self.executor.weights.operands[index]
+        _, width, n = op.attrs["state"]
+        x, out = self._heads(op.inputs[0], width), self._heads(op.out, width)
+        b, c = (self._heads(name, n) for name in op.inputs[2:])
+        return self._captured(
+            op, self._kernels("state_space").mamba2_scan, x, self.view(op.inputs[1]), rate, b, c,
+            self.executor.states.arrays[state_key(op)], self.arrays.qo_indptr,
+            self.arrays.state_rows, skip, dt_bias, True, (0.0, np.inf), out,
+        )  # fmt: skip
+
+    def _gated_norm(self, op: Op, index: int) -> BoundOp:
+        x, gate = (self.view(name) for name in op.inputs)
+        (weight,), attrs = self.executor.weights.operands[index], op.attrs
+        gated_rmsnorm = importlib.import_module(
+            "nbflow_kernels.norm.cpu_gated" if self.variant == "cpu" else "nbflow_kernels.norm.cuda"
+        ).gated_rmsnorm
+        return self._captured(
+            op, gated_rmsnorm, x, gate, weight, attrs["eps"], attrs["group_size"],
+            attrs["gate_first"], "silu", self.view(op.out),
+        )  # fmt: skip
+
+    def _conv(self, op: Op, index: int) -> BoundOp:
+        (weight,), bias = self.executor.weights.operands[index], self.executor.weights.bias[index]
+        return self._captured(
+            op, self._kernels("convolution").causal_conv1d, self.view(op.inputs[0]), weight, bias,
+            self.executor.states.arrays[state_key(op)], self.arrays.qo_indptr,
+            self.arrays.state_rows, op.attrs["activation"] == "silu", self.view(op.out),
+        )  # fmt: skip
 
     def _experts(self, op: Op, index: int) -> BoundOp:
         spec, weights = self._spec.moe, self.executor.weights

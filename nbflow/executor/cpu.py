@@ -50,8 +50,8 @@ class BoundProgram:
     attention: Any
     """`AttentionPlanGroup`; None without layers."""
     segments: list[Segment | PythonOp]
-    storages: tuple[int, int]
-    """Versions of the KV storages it was bound to."""
+    storages: tuple[int, ...]
+    """Versions of the KV storages and states it was bound to."""
     page_capacity: tuple[int, int]
     """Page numbers that its arrays hold, of the sequences and of the encoder."""
     repeated: dict[Any, list[Segment | PythonOp]] = field(default_factory=dict)

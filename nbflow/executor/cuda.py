@@ -67,7 +67,7 @@ class BoundProgram:
     tables: list[StaticPlanBuffers]
     """Static attention plans of shapes that become graphs."""
     ops: list[PythonOp]
-    storages: tuple[int, int]
+    storages: tuple[int, ...]
     """Versions of the KV storages it was bound to."""
     scratch: list[Any]
     """Scratch arrays of its ops."""

@@ -17,6 +17,7 @@ from nbflow.executor.device_memory import DeviceMemory
 from nbflow.executor.step import Step
 from nbflow.executor.trace import TracePrinter
 from nbflow.executor.weight_loader import WeightLoader
+from nbflow.kv_cache.state_storage import StateStorage
 from nbflow.kv_cache.storage import KVStorage
 from nbflow.program.records import Op, Program
 from nbflow.spec.architecture import RopeSpec
@@ -46,6 +47,8 @@ class Executor:
         KV cache of the encoder's hidden states, for cross-attention.
     device : Device
         Device of weights, KV cache and buffers.
+    states : StateStorage, optional
+        Recurrent states; none by default.
     """
 
     def __init__(
@@ -58,8 +61,10 @@ class Executor:
         activations: str = "f32",
         cross_storage: KVStorage | None = None,
         device: Device = HOST,
+        states: StateStorage | None = None,
     ) -> None:
         self.program = program
+        self.states = states or StateStorage({})
         self.storage = storage
         self.cross_storage = cross_storage
         self.external_rows = np.zeros((0, 0), np.float32)
@@ -163,9 +168,10 @@ class Executor:
         while len(self._bound) >= most:
             del self._bound[next(iter(self._bound))]
 
-    def _storages(self) -> tuple[int, int]:
-        """Return the versions of the KV storages."""
-        return self.storage.version, 0 if self.cross_storage is None else self.cross_storage.version
+    def _storages(self) -> tuple[int, ...]:
+        """Return the versions of the KV storages and of the recurrent states."""
+        cross = 0 if self.cross_storage is None else self.cross_storage.version
+        return self.storage.version, cross, self.states.version
 
     def sizes(self, step: Step) -> list[tuple[int, int]]:
         """Return tokens and rows of logits of each part of a step; usually the step is one part."""

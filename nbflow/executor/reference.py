@@ -14,14 +14,18 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.executor.expert_bias import expert_biases
 from nbflow.executor.weight_loader import WeightLoader
-from nbflow.program.records import COMMUNICATION, Op, Program
+from nbflow.program.records import COMMUNICATION, Op, Program, StateKey, state_key
 from nbflow_kernels.activation import reference as activation
 from nbflow_kernels.attention import reference as attention
+from nbflow_kernels.convolution import reference as convolution
+from nbflow_kernels.delta_rule import reference as delta_rule
 from nbflow_kernels.formats import QuantTensor
+from nbflow_kernels.gating import reference as gating
 from nbflow_kernels.logits import reference as logits
 from nbflow_kernels.moe import reference as moe
 from nbflow_kernels.norm import reference as norm
 from nbflow_kernels.position import reference as position
+from nbflow_kernels.state_space import reference as state_space
 
 Cache = dict[int, tuple[np.ndarray, np.ndarray]]
 """Keys and values of each layer, (tokens, heads, head_dim)."""
@@ -56,6 +60,7 @@ class ReferenceExecutor:
         self._cache: Cache = {}
         self._cross_kv = cross_kv or {}
         self._external_rows = np.zeros((0, 0))
+        self._states: dict[StateKey, np.ndarray] = {}  # (1, *state)
         self._length = 0
         self._ids = np.zeros(0, np.int64)
         self._types = np.zeros(0, np.int64)
@@ -93,7 +98,7 @@ class ReferenceExecutor:
         before, self._ids = self._ids, np.concatenate([self._ids, ids])
         is_long = self._program.spec.is_long
         if len(before) and is_long(len(self._ids)) and not is_long(len(before)):
-            self._length, self._cache = 0, {}
+            self._length, self._cache, self._states = 0, {}, {}
             self._run_ops(before)
         return self._run_ops(ids)
 
@@ -118,8 +123,13 @@ class ReferenceExecutor:
             if buffer.base == name:
                 values[part] = result[:, buffer.offset : buffer.offset + buffer.width]
 
-    def _heads(self, x: np.ndarray) -> np.ndarray:
-        return x.reshape(len(x), -1, self._program.spec.cached_dim)
+    def _heads(self, x: np.ndarray, head_dim: int | None = None) -> np.ndarray:
+        return x.reshape(len(x), -1, head_dim or self._program.spec.cached_dim)
+
+    def _sequence(self, op: Op, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return state, indptr and row of the state of a step of one sequence."""
+        state = self._states.setdefault(state_key(op), np.zeros((1, *op.attrs["state"])))
+        return state, np.array([0, len(ids)]), np.zeros(1, np.int64)
 
     def _embedding(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         table = self._operands[index][0]
@@ -132,7 +142,7 @@ class ReferenceExecutor:
         n = op.attrs.get("columns", x.shape[1])
         x, rest = x[:, :n], x[:, n:]
         weights = self._operands[index] or (None,)
-        rows = self._heads(x) if op.attrs.get("per_head") else x
+        rows = self._heads(x, op.attrs.get("head")) if op.attrs.get("per_head") else x
         if op.attrs["norm"] == "rms":
             offset = op.attrs.get("offset", 0.0)
             result = norm.rmsnorm(rows, weights[0], eps=eps, offset=offset)
@@ -250,8 +260,44 @@ class ReferenceExecutor:
         return function(values[op.inputs[0]])  # type: ignore[no-any-return]
 
     def _gate(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
-        both = np.concatenate([values[name] for name in op.inputs], axis=1)
+        inputs = [values[name] for name in op.inputs]
+        if op.out in op.inputs:
+            return gating.gated_product(inputs[0], inputs[1], op.attrs["activation"])
+        both = np.concatenate(inputs, axis=1)
         return activation.glu(both, op.attrs["activation"], gate_first=True)
+
+    def _conv(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        (weight,), x = self._operands[index], values[op.inputs[0]]
+        sequence, activation = self._sequence(op, ids), op.attrs["activation"]
+        return convolution.causal_conv1d(x, weight, self._bias[index], *sequence, activation)
+
+    def _sigmoid(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        return activation.sigmoid(values[op.inputs[0]]) * float(op.attrs["scale"])
+
+    def _log_decay(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        return gating.log_decay(values[op.inputs[0]], *self._operands[index])
+
+    def _delta_rule(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        head = op.attrs["head"]
+        q, k = (self._heads(values[name], head) for name in op.inputs[:2])
+        v = self._heads(values[op.inputs[2]], op.attrs["state"][-1])
+        decay, beta = (values[name] for name in op.inputs[3:])
+        sequence = self._sequence(op, ids)
+        out = delta_rule.gated_delta_rule(q, k, v, decay, beta, *sequence, normalize_qk=True)
+        return out.reshape(len(ids), -1)
+
+    def _mamba2(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        rate, dt_bias, skip = self._operands[index]
+        _, width, n = op.attrs["state"]
+        x, b, c = (values[op.inputs[i]] for i in (0, 2, 3))
+        x, b, c = self._heads(x, width), self._heads(b, n), self._heads(c, n)
+        dt, sequence = values[op.inputs[1]], self._sequence(op, ids)
+        out = state_space.mamba2_scan(x, dt, rate, b, c, *sequence, d=skip, dt_bias=dt_bias)
+        return out.reshape(len(ids), -1)
+
+    def _gated_norm(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        x, gate = (values[name] for name in op.inputs)
+        return norm.gated_rmsnorm(x, gate, *self._operands[index], **op.attrs)
 
     def _experts(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         spec = self._program.spec.moe

@@ -35,6 +35,13 @@ class Step:
     """KV pages of the encoder's hidden states of each sequence; None without an encoder."""
     types: np.ndarray
     """int32 (T,): token types, for models that embed them (BERT)."""
+    state_rows: np.ndarray
+    """int32 (B,): row of each sequence in the recurrent states; zeros without any."""
+
+    @property
+    def start_positions(self) -> np.ndarray:
+        """int32 (B,): position of the first token of each sequence."""
+        return np.asarray(self.positions[self.qo_indptr[:-1]])
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -97,4 +104,7 @@ def make_step(
         n_logits=len(logit_rows) if n_logits is None else n_logits,
         cross_pages=None if cross_table is None else cross_table.view(sequences),
         types=np.zeros(len(positions), np.int32) if types is None else np.array(types, np.int32),
+        state_rows=np.zeros(len(lengths), np.int32)
+        if table.states is None
+        else table.states.rows(sequences),
     )

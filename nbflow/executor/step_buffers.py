@@ -40,6 +40,8 @@ class StepArrays:
         self.batch_indices = np.zeros(n_tokens, np.int32)
         self.logit_rows = np.zeros(n_states, np.int32)
         self.qo_indptr = np.zeros(n_sequences + 1, np.int32)
+        self.state_rows = np.zeros(n_sequences, np.int32)
+        self.start_positions = np.zeros(n_sequences, np.int32)
         self.kv_indptr = np.zeros(n_sequences + 1, np.int32)
         self.kv_indices = np.zeros(n_pages, np.int32)
         self.kv_lens = np.zeros(n_sequences, np.int32)
@@ -61,6 +63,8 @@ class StepArrays:
             (self.batch_indices, step.batch_indices, 0),
             (self.logit_rows, step.logit_rows, 0),
             (self.qo_indptr, step.qo_indptr, len(step.ids)),
+            (self.state_rows, step.state_rows, 0),
+            (self.start_positions, step.start_positions, 0),
         ):
             _copy(given, own, rest)
         _copy_pages(step.pages, self.kv_indptr, self.kv_indices, self.kv_lens)
@@ -117,7 +121,7 @@ class CudaStepArrays:
 
     NAMES = (
         *("ids", "positions", "rope_rows", "types", "batch_indices", "logit_rows"),
-        *("kv_indptr", "kv_indices"),
+        *("kv_indptr", "kv_indices", "qo_indptr", "state_rows", "start_positions"),
     )
 
     def __init__(

@@ -193,7 +193,12 @@ class WeightLoader:
             runs = [tuple(run) for _, run in groupby(op.weights, key=key)]
             read = self._table if op.kind == "embedding" else self._weight
             return tuple(self._once(run, read) for run in runs)
+        if op.kind == "conv":
+            return tuple(self._once((w,), self._taps) for w in op.weights)
         vectors = tuple(self._once((w,), self._vector) for w in op.weights)
+        if op.kind in ("log_decay", "mamba2"):  # A_log becomes the rate
+            rate = -np.exp(vectors[0].astype(np.float64))
+            return rate.astype(np.float32), *vectors[1:]
         if op.attrs.get("own_weights"):  # a row per head
             vectors = (np.stack(vectors),)
         if op.kind == "norm" and op.attrs["norm"] == "layer" and vectors:
@@ -214,6 +219,11 @@ class WeightLoader:
 
     def _vector(self, operands: Sequence[Operand]) -> np.ndarray:
         return self._read(operands[0]).reshape(-1).astype(np.float32)
+
+    def _taps(self, operands: Sequence[Operand]) -> np.ndarray:
+        """Return the taps of a convolution by channel, float32 (C, K)."""
+        taps = self._read(operands[0])
+        return np.ascontiguousarray(taps.reshape(len(taps), -1), np.float32)
 
     def _relative_bias(self, operands: Sequence[Operand]) -> np.ndarray:
         """Return the relative position bias by head and distance, (H, 2 * max_context - 1)."""

@@ -1,6 +1,8 @@
-"""Paged KV cache: block table, prefix cache and page storage."""
+"""Paged KV cache and recurrent states: block table, prefix cache, storage of pages and states."""
 
 from nbflow.kv_cache.block_table import BlockTable
+from nbflow.kv_cache.state_storage import StateStorage
+from nbflow.kv_cache.state_table import StateTable
 from nbflow.kv_cache.storage import KVStorage, make_storage
 
-__all__ = ["BlockTable", "KVStorage", "make_storage"]
+__all__ = ["BlockTable", "KVStorage", "StateStorage", "StateTable", "make_storage"]

@@ -20,6 +20,7 @@ from itertools import islice
 import numpy as np
 
 from nbflow.kv_cache.prefix_cache import HashChain, common_prefix_len, page_hash
+from nbflow.kv_cache.state_table import StateTable
 
 UNLIMITED = 2**31 - 1
 """Number of pages without a limit."""
@@ -96,11 +97,19 @@ class BlockTable:
         grows up to `max_pages`.
     salt : bytes
         Everything that page contents depend on besides tokens, e.g. model and format.
+    states : StateTable, optional
+        Rows of recurrent states, for models that have them.  Prefixes are then not shared: pages
+        do not hold the state after them.
     """
 
     def __init__(
-        self, page_size: int = 16, max_pages: int | None = None, salt: bytes = b""
+        self,
+        page_size: int = 16,
+        max_pages: int | None = None,
+        salt: bytes = b"",
+        states: StateTable | None = None,
     ) -> None:
+        self.states = states
         self.page_size = page_size
         self.max_pages = UNLIMITED if max_pages is None else max_pages
         self.n_pages = 0
@@ -177,6 +186,8 @@ class BlockTable:
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} is in the block table already")
         entry = self._sequences[sequence] = _Sequence(chain=chain, long=long)
+        if self.states is not None:
+            self.states.add(sequence)
         if chain is None:
             return 0
         entry.n_cached_pages = self._n_cached_full_pages(chain, n_tokens)
@@ -269,15 +280,28 @@ class BlockTable:
             self._ref(page)
         entry.writable_length = 0
         chain = None if entry.chain is None else entry.chain.copy()
+        if self.states is not None:
+            self.states.fork(sequence, new)
         self._sequences[new] = _Sequence(
             pages, entry.length, chain, entry.long, entry.n_cached_pages
         )
 
-    def truncate(self, sequence: int, length: int) -> None:
-        """Truncate a sequence to its first `length` tokens and free the pages after them."""
+    def save_state(self, sequence: int) -> None:
+        """Keep the recurrent state of a sequence, if it has one, for a later `truncate`."""
+        if self.states is not None:
+            self.states.save(sequence, self._sequences[sequence].length)
+
+    def truncate(self, sequence: int, length: int) -> int:
+        """Truncate a sequence to its first `length` tokens and free the pages after them.
+
+        Returns the length, which is less than `length` with recurrent states: that of the last
+        `save_state`, or 0.
+        """
         entry = self._sequences[sequence]
         if not 0 <= length <= entry.length:
             raise ValueError(f"length must be 0..{entry.length}, got {length}")
+        if self.states is not None and length < entry.length:
+            length = self.states.restore(sequence, length)
         n_pages = -(-length // self.page_size)
         self._unref(entry.pages[n_pages:])
         self._drop_in_flight(sequence, entry)
@@ -287,6 +311,7 @@ class BlockTable:
             del entry.chain.hashes[n_full:]
         entry.n_cached_pages = min(entry.n_cached_pages, n_full)
         entry.length, entry.index, entry.writable_length = length, None, 0
+        return length
 
     def drop(self, sequence: int, ids: Sequence[int] = ()) -> None:
         """Remove a sequence; its unreferenced pages become free or cached.
@@ -294,6 +319,8 @@ class BlockTable:
         With `ids`, its computed tokens, the partial last page is cached, too.
         """
         entry = self._sequences.pop(sequence)
+        if self.states is not None:
+            self.states.drop(sequence)
         self._cache_partial_page(entry, ids[: entry.length])
         self._drop_in_flight(sequence, entry)
         self._unref(entry.pages)

@@ -91,6 +91,8 @@ def weight_bytes(
 def model_bytes(model: PlannedModel, kv: str, outliers: float = 0.0) -> tuple[int, int]:
     """Return the bytes of a whole model's weights, and of its KV cache per token, on one CPU rank.
 
+    Recurrent states have `nbflow.program.cost.state_row_bytes` per sequence.
+
     Examples
     --------
     >>> from nbflow.planner import planned_model
@@ -105,7 +107,7 @@ def model_bytes(model: PlannedModel, kv: str, outliers: float = 0.0) -> tuple[in
             (build_cross_kv(model.spec), model),
         ]
     weights = sum(weight_bytes(fuse(p), m, False, outliers).n_bytes for p, m in programs)
-    return weights, len(program.layers) * kv_token_bytes(program, kv)
+    return weights, len(program.kv_layers) * kv_token_bytes(program, kv)
 
 
 def buffer_bytes(

@@ -21,7 +21,7 @@ from nbflow.planner.planned_model import PlannedModel, planned_model
 from nbflow.planner.stage_cost import RunConfig
 from nbflow.planner.step_memory import COMMUNICATOR_BYTES, StepBytes, StepShape, step_bytes
 from nbflow.program import build, build_cross_kv, fuse
-from nbflow.program.cost import kv_token_bytes
+from nbflow.program.cost import kv_token_bytes, state_row_bytes
 from nbflow.program.partition import partition as shard
 from nbflow.program.records import Program
 from nbflow.utils.system import available_memory_bytes
@@ -205,7 +205,7 @@ def plan_memory(
     sequences = min(max_sequences, given.max_step_tokens, MAX_SEQUENCES)
     memory = _ModelMemory(planned, given, sequences, run, plans[0].ranks[-1].stage + 1)
     if kv_bytes is not None:
-        memory.pages = min(kv_bytes // memory.page_bytes(r) for r in held)
+        memory.pages = min(memory.n_pages(kv_bytes, r) for r in held)
     encoders: list[RankPlan] = []
     if planned.spec.encoder is not None:
         encoder_plans = [
@@ -276,9 +276,12 @@ class _ModelMemory:
             self._rows = texts * context, texts * context, 0
             self.pages = pages_after_growth(texts * -(-context // PAGE_SIZE))
 
-    def page_bytes(self, rank: RankPlan) -> int:
-        """Return the bytes of a KV page over all layers of a rank."""
-        return self._page_bytes(shard(build(self._model.spec), rank))
+    def n_pages(self, kv_bytes: int, rank: RankPlan) -> int:
+        """Return the pages of a rank that fit besides the recurrent states of all sequences."""
+        program = shard(build(self._model.spec), rank)
+        left = kv_bytes - self._sequences * state_row_bytes(program)
+        page_bytes = self._page_bytes(program)
+        return max(0, left) // page_bytes if page_bytes else self.pages
 
     def rank(self, rank: RankPlan, device: str, offload: OffloadConfig) -> Sizes:
         """Return the bytes of a rank's shard of the model itself."""
@@ -307,7 +310,7 @@ class _ModelMemory:
         return max(1, min(self._sequences, max_tokens // model.spec.max_context))
 
     def _page_bytes(self, program: Program) -> int:
-        return PAGE_SIZE * len(program.layers) * kv_token_bytes(program, self._options.kv)
+        return PAGE_SIZE * len(program.kv_layers) * kv_token_bytes(program, self._options.kv)
 
     def _sizes(
         self,
@@ -320,8 +323,9 @@ class _ModelMemory:
     ) -> Sizes:
         weights = weight_bytes(program, model, device != "cpu", self._options.outliers)
         kv = pages * self._page_bytes(program)
-        n_layers = len(program.layers)
+        n_layers = len(program.kv_layers)
         host = kv * offload.host_layers(n_layers) // n_layers if n_layers else 0
+        kv += self._sequences * state_row_bytes(program)
         host += weights.table_bytes if offload.embeddings_on_host else 0
         activations = self._options.activations
         buffers = buffer_bytes(program, model, activations, *rows, device != "cpu")

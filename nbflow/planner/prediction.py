@@ -123,11 +123,13 @@ def rank_prediction(
     held = [work.weight_bytes(on_device) for work, _, _ in parts]
     weights = sum(w.n_bytes for w in held)
     kv = sum(work.kv_token_bytes(config.kv) * tokens for work, tokens, _ in parts)
+    # a row of logits for each sequence
+    kv += sum(work.state_bytes() * shape.n_logits for work, _, shape in parts)
     kv_on_host = sum(  # whole layers, as in `OffloadConfig.host_layers`
         work.kv_token_bytes(config.kv)
         * tokens
-        * int(work.n_layers * config.kv_host)
-        // max(1, work.n_layers)
+        * int(work.n_kv_layers * config.kv_host)
+        // max(1, work.n_kv_layers)
         for work, tokens, _ in parts
     )
     tables_on_host = sum(w.table_bytes for w in held) if config.embedding_on_host else 0

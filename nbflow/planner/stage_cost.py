@@ -7,6 +7,7 @@ other at every all-reduce: in between, the slowest rank counts.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -62,9 +63,9 @@ class RankWork:
         self.counts = {layer: sum(i in of_kind for i in mine) for layer, of_kind in model.kinds}
 
     @property
-    def n_layers(self) -> int:
-        """Number of layers of the rank."""
-        return self.plan.layers[1] - self.plan.layers[0]
+    def n_kv_layers(self) -> int:
+        """Number of layers of the rank that have keys and values."""
+        return sum(self.counts[layer] for layer in self.program.kv_layers)
 
     def count(self, op: Op) -> int:
         """Return the number of ops of the rank that an op of the program stands for."""
@@ -76,7 +77,12 @@ class RankWork:
 
     def kv_token_bytes(self, kv: str) -> int:
         """Return the KV cache bytes per token."""
-        return self.n_layers * kv_token_bytes(self.program, kv)
+        return self.n_kv_layers * kv_token_bytes(self.program, kv)
+
+    def state_bytes(self) -> int:
+        """Return the bytes of the recurrent states of one sequence."""
+        ops = [op for op in self.program.ops if "state" in op.attrs]
+        return sum(FLOAT32_BYTES * self.count(op) * math.prod(op.attrs["state"]) for op in ops)
 
     def workspace_bytes(
         self, step: StepShape, activations: str = "f32", on_device: bool = False
@@ -184,6 +190,7 @@ class Stage:
 def _sizes(plan: RankPlan) -> tuple[int, ...]:
     ranges = (
         plan.layers, plan.heads, plan.kv_heads, plan.ffn, plan.vocab, plan.experts, plan.shared,
+        plan.channels, plan.linear_heads,
     )  # fmt: skip
     return tuple(b - a for a, b in ranges)
 

@@ -88,7 +88,7 @@ def step_bytes(
     workspaces: Counter[str] = Counter()
     total = n_graphs = 0
     for shape in shapes:
-        total += INT32_BYTES * (5 * shape.n_tokens + shape.n_states + shape.n_sequences + 1)
+        total += INT32_BYTES * (5 * shape.n_tokens + shape.n_states + 4 * shape.n_sequences + 2)
         total += INT32_BYTES * shape.n_pages
         attention = _attention_bytes(program, shape, page_size, limits)
         total += attention.pop("plan", 0)

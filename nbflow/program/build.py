@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from nbflow.program import recurrent
+from nbflow.program.layer_ops import add, linear, norm
 from nbflow.program.records import Buffer, Op, Operand, Program
 from nbflow.spec.architecture import LatentSpec
 from nbflow.spec.fields import EXPERT_BIASES
@@ -32,8 +34,8 @@ def build_cross_kv(spec: ModelSpec) -> Program:
     ops = [Op("input", "m")]
     for i in range(spec.n_layers):
         ops += [
-            _linear(spec, i, "cross.k", "m", "k"),
-            _linear(spec, i, "cross.v", "m", "v"),
+            linear(spec, i, "cross.k", "m", "k"),
+            linear(spec, i, "cross.v", "m", "v"),
             Op("append_kv", "kv", ("k", "v"), layer=i),
         ]
     width = spec.n_kv_heads * spec.head_dim
@@ -53,6 +55,9 @@ def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
         C, H = spec.latent.kv_rank, spec.n_heads
         widths |= {"qa": spec.latent.q_rank, "latent": spec.cached_dim, "ql": H * spec.cached_dim}
         widths |= {"al": H * C, "a": H * spec.value_dim}
+    if spec.output_gate:
+        widths["ag"] = q_width
+    widths |= recurrent.widths(spec)
     if spec.moe is not None:
         S = spec.moe.shared_size
         widths |= {"router": spec.moe.n_experts, "sgate": S, "sup": S, "sf": S, "s": E}
@@ -62,30 +67,6 @@ def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
     buffers["y"] = Buffer(E, "states")
     used = {name for op in ops for name in (op.out, *op.inputs)}
     return {name: buffer for name, buffer in buffers.items() if name in used}
-
-
-def _norm(spec: ModelSpec, name: str, source: str, out: str, layer: int | None) -> Op:
-    weights = []
-    if spec.norm_weight:
-        weights.append(Operand(f"{name}.weight"))
-        if spec.norm == "layer" and spec.norm_bias:
-            weights.append(Operand(f"{name}.bias"))
-    attrs: dict[str, Any] = {"norm": spec.norm, "eps": spec.norm_eps}
-    if spec.norm_offset:
-        attrs["offset"] = spec.norm_offset
-    return Op("norm", out, (source,), tuple(weights), layer=layer, attrs=attrs)
-
-
-def _linear(spec: ModelSpec, i: int, name: str, source: str, out: str) -> Op:
-    prefix = f"layers.{i}.{name}"
-    bias = (Operand(f"{prefix}.bias"),) if name in spec.biases else ()
-    return Op("linear", out, (source,), (Operand(f"{prefix}.weight"),), bias, i)
-
-
-def _add(spec: ModelSpec, out: str, source: str, layer: int | None) -> Op:
-    scale = spec.residual_scale if out == "x" and layer is not None else 1.0
-    attrs = {} if scale == 1.0 else {"scale": scale}
-    return Op("add", out, (source,), layer=layer, attrs=attrs)
 
 
 # ---- embedding ------------------------------------------------------------------------------
@@ -101,16 +82,16 @@ def _embedding(spec: ModelSpec) -> list[Op]:
     if spec.type_vocab_size:
         table = (Operand("types.weight"),)
         ops.append(Op("embedding", "p", weights=table, attrs={"index": "types"}))
-        ops.append(_add(spec, "x", "p", None))
+        ops.append(add(spec, "x", "p", None))
     if spec.position in ("learned", "sinusoidal"):
         first = spec.position_offset
         rows = (first, first + spec.max_context)
         learned = (Operand("positions.weight", rows=rows),)
         weights = learned if spec.position == "learned" else ()
         ops.append(Op("embedding", "p", weights=weights, attrs={"index": "positions"}))
-        ops.append(_add(spec, "x", "p", None))
+        ops.append(add(spec, "x", "p", None))
     if spec.embed_norm:
-        ops.append(_norm(spec, "embed_norm", "x", "x", None))
+        ops.append(norm(spec, "embed_norm", "x", "x", None))
     return ops
 
 
@@ -120,29 +101,32 @@ def _embedding(spec: ModelSpec) -> list[Op]:
 def _layer(spec: ModelSpec, i: int) -> list[Op]:
     """Return one layer: attention and feed-forward network with norms and residuals."""
     if spec.residual == "parallel":
-        norm = _norm(spec, f"layers.{i}.attn_norm", "x", "h", i)
-        return [norm, *_attention(spec, i, "h"), *_feed_forward(spec, i, "h")]
+        before = norm(spec, f"layers.{i}.attn_norm", "x", "h", i)
+        return [before, *_attention(spec, i, "h"), *_feed_forward(spec, i, "h")]
     if spec.residual == "parallel_two_norms":
         norms = [
-            _norm(spec, f"layers.{i}.attn_norm", "x", "h", i),
-            _norm(spec, f"layers.{i}.ffn_norm", "x", "h2", i),
+            norm(spec, f"layers.{i}.attn_norm", "x", "h", i),
+            norm(spec, f"layers.{i}.ffn_norm", "x", "h2", i),
         ]
         return [*norms, *_attention(spec, i, "h"), *_feed_forward(spec, i, "h2")]
     ops: list[Op] = []
-    sublayers = {"attn": _attention, "cross": _cross_attention, "ffn": _feed_forward}
-    if spec.encoder is None:
-        del sublayers["cross"]
+    kind, place = spec.kind_of(i), spec.norm_place_of(i)
+    sublayers = {"attn": _MIXERS[kind.mixer]}
+    if spec.encoder is not None:
+        sublayers["cross"] = _cross_attention
+    if kind.feed_forward:
+        sublayers["ffn"] = _feed_forward
     for name, sublayer in sublayers.items():
         source = "x"
-        if spec.norm_place in ("pre", "sandwich"):
+        if place in ("pre", "sandwich"):
             source = "h"
-            ops.append(_norm(spec, f"layers.{i}.{name}_norm", "x", "h", i))
+            ops.append(norm(spec, f"layers.{i}.{name}_norm", "x", "h", i))
         inner = sublayer(spec, i, source)
-        if spec.norm_place in ("sandwich", "output"):
-            inner.insert(-1, _norm(spec, f"layers.{i}.{name}_post_norm", "o", "o", i))
+        if place in ("sandwich", "output"):
+            inner.insert(-1, norm(spec, f"layers.{i}.{name}_post_norm", "o", "o", i))
         ops += inner
-        if spec.norm_place == "post":
-            ops.append(_norm(spec, f"layers.{i}.{name}_norm", "x", "x", i))
+        if place == "post":
+            ops.append(norm(spec, f"layers.{i}.{name}_norm", "x", "x", i))
     return ops
 
 
@@ -150,7 +134,11 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     """Return attention, including the residual sum."""
     if spec.latent is not None:
         return _latent_attention(spec, spec.latent, i, source)
-    ops = [_linear(spec, i, f"attn.{name}", source, name) for name in "qkv"]
+    ops = [linear(spec, i, f"attn.{name}", source, name) for name in "qkv"]
+    gate: list[Op] = []
+    if spec.output_gate:
+        ops.append(linear(spec, i, "attn.gate", source, "ag"))
+        gate = [Op("gate", "a", ("ag", "a"), layer=i, attrs={"activation": "sigmoid"})]
     if spec.qk_norm != "none":
         ops += [_qk_norm(spec, i, name) for name in "qk"]
     rope = spec.rope_of(i)
@@ -164,8 +152,9 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
         *ops,
         Op("append_kv", "kv", ("k", "v"), layer=i),
         Op("attention", "a", ("q",), table, sinks, i, attrs),
-        _linear(spec, i, "attn.o", "a", "o"),
-        _add(spec, "x", "o", i),
+        *gate,
+        linear(spec, i, "attn.o", "a", "o"),
+        add(spec, "x", "o", i),
     ]
 
 
@@ -207,15 +196,15 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) 
     window = spec.window_of(i)
     if latent.q_rank:
         ops = [
-            _linear(spec, i, "attn.q_a", source, "qa"),
-            _linear(spec, i, "attn.kv_a", source, "latent"),
+            linear(spec, i, "attn.q_a", source, "qa"),
+            linear(spec, i, "attn.kv_a", source, "latent"),
             norm("q_a_norm", "qa"),
-            _linear(spec, i, "attn.q", "qa", "q"),
+            linear(spec, i, "attn.q", "qa", "q"),
         ]
     else:
         ops = [
-            _linear(spec, i, "attn.q", source, "q"),
-            _linear(spec, i, "attn.kv_a", source, "latent"),
+            linear(spec, i, "attn.q", source, "q"),
+            linear(spec, i, "attn.kv_a", source, "latent"),
         ]
     return [
         *ops,
@@ -226,33 +215,33 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) 
         each_head("k_b", C, D, "q", "ql"),
         Op("attention", "al", ("ql",), layer=i, attrs={} if window is None else {"window": window}),
         each_head("v_b", Dv, C, "al", "a"),
-        _linear(spec, i, "attn.o", "a", "o"),
-        _add(spec, "x", "o", i),
+        linear(spec, i, "attn.o", "a", "o"),
+        add(spec, "x", "o", i),
     ]
 
 
 def _cross_attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     """Return cross-attention to the cached keys and values of the encoder's hidden states."""
     return [
-        _linear(spec, i, "cross.q", source, "q"),
+        linear(spec, i, "cross.q", source, "q"),
         Op("cross_attention", "a", ("q",), layer=i),
-        _linear(spec, i, "cross.o", "a", "o"),
-        _add(spec, "x", "o", i),
+        linear(spec, i, "cross.o", "a", "o"),
+        add(spec, "x", "o", i),
     ]
 
 
 def _feed_forward(spec: ModelSpec, i: int, source: str) -> list[Op]:
     """Return the feed-forward network or mixture of experts, including the residual sum."""
     if spec.has_experts(i):
-        return [*_experts(spec, i, source), _add(spec, "x", "o", i)]
+        return [*_experts(spec, i, source), add(spec, "x", "o", i)]
     attrs = {"activation": spec.activation}
-    ops = [_linear(spec, i, "ffn.up", source, "up")]
+    ops = [linear(spec, i, "ffn.up", source, "up")]
     if spec.gated:
-        ops.insert(0, _linear(spec, i, "ffn.gate", source, "gate"))
+        ops.insert(0, linear(spec, i, "ffn.gate", source, "gate"))
         ops.append(Op("gate", "f", ("gate", "up"), layer=i, attrs=attrs))
     else:
         ops.append(Op("activation", "f", ("up",), layer=i, attrs=attrs))
-    return [*ops, _linear(spec, i, "ffn.down", "f", "o"), _add(spec, "x", "o", i)]
+    return [*ops, linear(spec, i, "ffn.down", "f", "o"), add(spec, "x", "o", i)]
 
 
 def _experts(spec: ModelSpec, i: int, source: str) -> list[Op]:
@@ -273,21 +262,29 @@ def _experts(spec: ModelSpec, i: int, source: str) -> list[Op]:
         bias += tuple(Operand(f"{prefix}.{name}.bias") for name in EXPERT_BIASES)
         attrs["biased"] = True
     ops = [
-        _linear(spec, i, "router", source, "router"),
+        linear(spec, i, "router", source, "router"),
         Op("experts", "o", (source, "router"), matrices, bias, i, attrs),
     ]
     if not moe.shared_size:
         return ops
     ops += [
-        _linear(spec, i, "shared.gate", source, "sgate"),
-        _linear(spec, i, "shared.up", source, "sup"),
+        linear(spec, i, "shared.gate", source, "sgate"),
+        linear(spec, i, "shared.up", source, "sup"),
         Op("gate", "sf", ("sgate", "sup"), layer=i, attrs={"activation": spec.activation}),
-        _linear(spec, i, "shared.down", "sf", "s"),
+        linear(spec, i, "shared.down", "sf", "s"),
     ]
     if moe.shared_gate:
         gate = (Operand(f"{prefix}.shared_gate.weight"),)
         ops.append(Op("scale_rows", "s", (source,), gate, layer=i))
-    return [*ops, _add(spec, "o", "s", i)]
+    return [*ops, add(spec, "o", "s", i)]
+
+
+_MIXERS = {
+    "attention": _attention,
+    "short_conv": recurrent.short_conv,
+    "gated_delta_rule": recurrent.gated_delta_rule,
+    "mamba2": recurrent.mamba2,
+}
 
 
 # ---- head -----------------------------------------------------------------------------------
@@ -297,7 +294,7 @@ def _head(spec: ModelSpec) -> list[Op]:
     """Return the ops from the last x to the logits."""
     ops = [Op("take_rows", "y", ("x",))]
     if spec.final_norm:
-        ops.append(_norm(spec, "final_norm", "y", "y", None))
+        ops.append(norm(spec, "final_norm", "y", "y", None))
     if not spec.head:
         return ops
     source = "y"
@@ -306,7 +303,7 @@ def _head(spec: ModelSpec) -> list[Op]:
         ops += [
             Op("linear", "m", ("y",), (weight,), (bias,)),
             Op("activation", "m", ("m",), attrs={"activation": spec.activation}),
-            _norm(spec, "transform_norm", "m", "m", None),
+            norm(spec, "transform_norm", "m", "m", None),
         ]
     if spec.embed_width != spec.hidden_size:
         ops.append(Op("linear", "z", (source,), (Operand("embed.out.weight"),)))

@@ -56,13 +56,13 @@ class OpCost:
     weight_bytes: float = 0.0
     weights: float = 0.0
     kv_bytes: float = 0.0
-    """Bytes of keys and values read and written."""
+    """Bytes of keys and values, and of recurrent states, read and written."""
     buffer_bytes: float = 0.0
     """Bytes of activations read and written."""
     operations: float = 0.0
     """Operations with weights; a multiply-add counts as two."""
     attention_operations: float = 0.0
-    """Operations of QK and PV products."""
+    """Operations of QK and PV products, and of recurrences."""
 
 
 def op_cost(program: Program, op: Op, step: StepShape, bits: Bits, kv: str) -> OpCost:
@@ -81,6 +81,15 @@ def op_cost(program: Program, op: Op, step: StepShape, bits: Bits, kv: str) -> O
     if op.kind in ("append_kv", "attention", "cross_attention"):
         return _attention_cost(program, op, step, kv, buffer_bytes)
     n_bytes, n_weights, per_row = _weights_read(program, op, step, bits)
+    if "state" in op.attrs:
+        size = math.prod(op.attrs["state"])
+        # a delta rule decays its state, multiplies it by key and query, and adds a product;
+        # Mamba-2 multiplies it by one vector
+        per_token = {"delta_rule": 7 * size, "mamba2": 5 * size}.get(op.kind, 2 * n_weights)
+        moved_states = 2.0 * step.n_sequences * size * FLOAT32_BYTES
+        return OpCost(
+            n_bytes, n_weights, moved_states, buffer_bytes, 0.0, per_token * step.n_tokens
+        )
     rows = _rows(program, op.out, step)
     return OpCost(n_bytes, n_weights, 0.0, buffer_bytes, 2.0 * per_row * rows)
 
@@ -114,6 +123,11 @@ def kv_token_bytes(program: Program, kv: str) -> int:
     spec = program.spec
     formats = kv_formats(kv)[: 2 if spec.latent is None else 1]
     return program.n_kv_heads * sum(f.row_bytes(spec.cached_dim) for f in formats)
+
+
+def state_row_bytes(program: Program) -> int:
+    """Return the bytes of a rank's recurrent states of one sequence, in float32."""
+    return FLOAT32_BYTES * sum(math.prod(shape) for shape in program.states.values())
 
 
 def _attention_cost(

@@ -1,7 +1,8 @@
 """Shard a program for one rank and insert communication.
 
 Tensor parallel ranks of a pipeline stage split q, k, v, gate, up and the head by rows (column
-parallel), o and down by columns (row parallel), with two all-reduces per layer.  The token
+parallel), o and down by columns (row parallel), with two all-reduces per layer.  Recurrent mixers
+split channels or heads, and their states with them.  The token
 embedding is split by rows: a rank writes zeros for tokens of others, and an all-reduce adds them.
 Latent attention (MLA) splits its matrices by heads; latent vectors and their cache are replicated.
 Experts are distributed whole (expert parallel) and summed by the same all-reduce.  Pipeline stages
@@ -11,11 +12,13 @@ send each other the hidden states.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from nbflow.distributed.plan import RankPlan
 from nbflow.program.records import Buffer, Op, Operand, Program
 
-ROW_PARALLEL = ("attn.o", "cross.o", "ffn.down", "shared.down")
+ROW_PARALLEL = ("attn.o", "cross.o", "ffn.down", "shared.down", "short.out", "delta.out",
+                "ssm.out")  # fmt: skip
 """Matrices split by columns, whose partial results an all-reduce sums."""
 
 
@@ -72,6 +75,14 @@ def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffe
         "v": widths["attn.v"],
         **dict.fromkeys(("gate", "up", "f"), widths["ffn.up"]),
         **dict.fromkeys(("sgate", "sup", "sf"), widths["shared.up"]),
+        "ag": widths["attn.gate"],
+        **dict.fromkeys(("sb", "sc", "sx", "sy"), widths["short.x"]),
+        **dict.fromkeys(("dq", "dk", "cq", "ck"), widths["delta.q"]),
+        **dict.fromkeys(("dv", "dz", "cv", "dy"), widths["delta.v"]),
+        **dict.fromkeys(("db", "da"), widths["delta.a"]),
+        **dict.fromkeys(("mz", "mx", "ux", "my"), widths["ssm.x"]),
+        **dict.fromkeys(("mb", "mc", "ub", "uc"), widths["ssm.b"]),
+        "mdt": widths["ssm.dt"],
         "logits_part": plan.vocab[1] - plan.vocab[0],
     }
     used = {name for op in ops for name in (op.out, *op.inputs)}
@@ -91,12 +102,49 @@ def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
     q = (plan.heads[0] * D, plan.heads[1] * D)
     kv = (plan.kv_heads[0] * D, plan.kv_heads[1] * D)
     return {
-        **dict.fromkeys(("attn.q", "cross.q"), q),
+        **_recurrent_cuts(program, plan),
+        **dict.fromkeys(("attn.q", "attn.gate", "cross.q"), q),
         **dict.fromkeys(("attn.o", "cross.o"), (plan.heads[0] * Dv, plan.heads[1] * Dv)),
         "attn.latent": (plan.heads[0] * C, plan.heads[1] * C),
         **dict.fromkeys(("attn.k", "attn.v", "cross.k", "cross.v"), kv),
         **dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), plan.ffn),
         **dict.fromkeys(("shared.gate", "shared.up", "shared.down"), plan.shared),
+    }
+
+
+def _recurrent_cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
+    """Return the cuts of recurrent mixers: channels, key heads and their value heads."""
+    cuts = dict.fromkeys(
+        (f"short.{name}" for name in ("b", "c", "x", "conv", "out")), plan.channels
+    )
+    delta, (first, end) = program.spec.delta, plan.linear_heads
+    group, key, value = (
+        (0, 0, 0) if delta is None else (delta.group, delta.key_dim, delta.value_dim)
+    )
+    keys = first * key, end * key
+    heads = first * group, end * group
+    values = heads[0] * value, heads[1] * value
+    return {
+        **cuts,
+        **dict.fromkeys(("delta.q", "delta.k", "delta.q_conv", "delta.k_conv"), keys),
+        **dict.fromkeys(("delta.v", "delta.z", "delta.v_conv", "delta.out"), values),
+        **dict.fromkeys(("delta.b", "delta.a"), heads),
+        **_state_space_cuts(program, plan),
+    }
+
+
+def _state_space_cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
+    """Return the cuts of state-space layers: whole groups of heads."""
+    ssm, (first, end) = program.spec.ssm, plan.linear_heads
+    heads = width = vectors = (0, 0)
+    if ssm is not None:
+        n_parts = math.gcd(ssm.groups, ssm.norm_groups)
+        sizes = ssm.heads, ssm.width, ssm.groups * ssm.state_dim
+        heads, width, vectors = ((first * n // n_parts, end * n // n_parts) for n in sizes)
+    return {
+        **dict.fromkeys(("ssm.z", "ssm.x", "ssm.x_conv", "ssm.norm", "ssm.out"), width),
+        **dict.fromkeys(("ssm.b", "ssm.c", "ssm.b_conv", "ssm.c_conv"), vectors),
+        "ssm.dt": heads,
     }
 
 
@@ -136,6 +184,8 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
         table = tuple(Operand(w.name, columns=plan.heads) for w in op.weights)
         sinks = tuple(Operand(b.name, rows=plan.heads) for b in op.bias)
         return dataclasses.replace(op, weights=table, bias=sinks)
+    if "state" in op.attrs or op.kind in ("log_decay", "gated_norm"):
+        return _shard_recurrent(op, cuts)
     if op.kind != "linear" or op.out == "router":
         return op
     name = op.weights[0].name
@@ -151,6 +201,20 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
         weights=(Operand(name, columns=cuts[role]),),
         bias=op.bias if plan.index == 0 else (),
     )
+
+
+def _shard_recurrent(op: Op, cuts: dict[str, tuple[int, int]]) -> Op:
+    """Shard a recurrent op and its state by channels (convolutions) or heads."""
+    role = op.weights[0].name.split(".", 2)[2].removesuffix(".weight") if op.weights else ""
+    if role == "delta.norm":  # of each head
+        return op
+    rows = cuts[role] if role in cuts else cuts["ssm.dt" if op.kind == "mamba2" else "delta.a"]
+    weights = tuple(Operand(w.name, rows=rows) for w in op.weights)
+    bias = tuple(Operand(b.name, rows=rows) for b in op.bias)
+    attrs = dict(op.attrs)
+    if "state" in attrs:
+        attrs["state"] = (rows[1] - rows[0], *attrs["state"][1:])
+    return dataclasses.replace(op, weights=weights, bias=bias, attrs=attrs)
 
 
 def _sharded_norm(

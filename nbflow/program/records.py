@@ -11,9 +11,9 @@ embedding     out = table[ids]; attr ``index``: ids, positions or types; attr ``
               table the sinusoidal one; attr ``first_row``: the table is a shard that begins with
               that row, and rows of other shards are zeros
 norm          out = norm(input); attrs ``norm`` (rms, layer), ``eps``, ``offset``, ``per_head``,
-              ``own_weights`` (a weight for each head), ``columns`` (of the first columns only);
-              with a second input, the rows are shards of rows of attr ``width``, whose sums of
-              squares are its column ``column``
+              ``head`` (columns of a head, if not those of keys), ``own_weights`` (a weight for each
+              head), ``columns`` (of the first columns only); with a second input, the rows are
+              shards of rows of attr ``width``, whose sums of squares are its column ``column``
 sum_squares   out = sums of squares of the rows of each input, a column for each; attr ``counts``:
               False for inputs that count as zero
 linear        out = input @ W.T + bias, W the concatenated rows of all `weights`;
@@ -31,7 +31,19 @@ cross_attention
               out = attention(q) over all cached states of the encoder
 input         out = external rows, one per token
 activation    out = act(input), attr ``activation``
-gate          out = act(gate) * up; inputs (gate, up), or one fused buffer
+gate          out = act(gate) * up; inputs (gate, up), or one fused buffer; out may be up
+conv          out = causal convolution of each channel of the input over its last tokens, those of
+              earlier steps from the state; attr ``activation``: None or silu
+sigmoid       out = attr ``scale`` * sigmoid(input)
+log_decay     out = rate * softplus(input + bias); weights: the logarithms of the negative rates
+              (A_log), and the bias
+delta_rule    out = gated delta rule; inputs q, k, v, logarithm of the decay, write strength; attr
+              ``head``: columns of a key
+mamba2        out = state-space recurrence; inputs values, time steps, input and output vectors;
+              weights: logarithms of the negative rates, what is added to the time steps, and the
+              weight of the skip connection
+gated_norm    out = norm of groups of columns of the first input, with the second input as gate;
+              attrs ``eps``, ``group_size``, ``gate_first``
 experts       out = weighted sum of the experts that the router chooses; inputs (x, router); weights
               are gate, up and down matrices of the experts in attr ``experts``; the bias is that of
               the choice; with attr ``biased`` biases of gates, ups and downs follow
@@ -45,6 +57,9 @@ all_reduce    sum `out` over the tensor parallel group, attrs ``ranks`` and ``al
 all_gather    out = columns of all ranks of the group, attrs ``ranks`` and ``widths``
 send, recv    send a buffer to / receive it from another pipeline stage, attr ``peers`` / ``peer``
 ============  ===============================================================================
+
+Recurrent ops have an attr ``state``, the shape of the state of one sequence, which the op updates
+in place (`Program.states`).
 """
 
 from __future__ import annotations
@@ -57,8 +72,10 @@ from nbflow.spec.model_spec import ModelSpec
 
 Kind = Literal[
     "embedding", "norm", "sum_squares", "linear", "rope", "copy_heads", "heads_linear", "append_kv",
-    "attention", "cross_attention", "input", "activation", "gate", "experts", "scale_rows", "add",
-    "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
+    "attention", "cross_attention", "input", "activation", "gate", "conv", "sigmoid", "log_decay",
+    "delta_rule", "mamba2", "gated_norm", "experts",
+    "scale_rows", "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send",
+    "recv",
 ]  # fmt: skip
 _MAX_SHOWN = 4
 COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})
@@ -129,6 +146,15 @@ class Op:
         return f"{where}{self.kind:<11} {self.out} <- {reads}  {attrs}".rstrip()
 
 
+StateKey = tuple[int, str]
+"""Layer and output buffer of a recurrent op."""
+
+
+def state_key(op: Op) -> StateKey:
+    """Return the key of a recurrent op's state."""
+    return op.layer or 0, op.out
+
+
 @dataclass(frozen=True)
 class Program:
     """Forward pass of one rank."""
@@ -143,6 +169,16 @@ class Program:
     layers: tuple[int, ...]
     first_head: int = 0
     """First query head, counted in the whole model."""
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers with keys and values."""
+        return tuple(dict.fromkeys(op.layer or 0 for op in self.ops if op.kind == "append_kv"))
+
+    @property
+    def states(self) -> dict[StateKey, tuple[int, ...]]:
+        """Shape of the state of one sequence for each recurrent op."""
+        return {state_key(op): op.attrs["state"] for op in self.ops if "state" in op.attrs}
 
     def __str__(self) -> str:
         header = (

@@ -82,6 +82,78 @@ class LatentSpec:
     """Epsilon of the norms of the latent vectors."""
 
 
+Mixer = Literal["attention", "short_conv", "gated_delta_rule", "mamba2"]
+"""Sublayer that mixes the tokens of a sequence."""
+NormPlace = Literal["pre", "post", "sandwich", "output"]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """One kind of layer: its two sublayers and the place of their norms."""
+
+    mixer: Mixer = "attention"
+    feed_forward: bool = True
+    """False for a layer that is a mixer alone."""
+    window: bool = False
+    """Attention with the sliding window, if the model has one."""
+    norm_place: NormPlace | None = None
+    """None for `ModelSpec.norm_place`."""
+
+
+LAYER_KINDS = {"full_attention": LayerKind(), "sliding_attention": LayerKind(window=True)}
+"""Kinds of layers that every family knows."""
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """Gated delta rule: a matrix per value head as state, and short convolutions of q, k and v.
+
+    Value heads form groups of ``value_heads / key_heads`` that share a key head.
+
+    References
+    ----------
+    .. [1] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks", arXiv:2412.06464.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    norm_eps: float
+    """Epsilon of the norm of the output."""
+    beta_scale: float = 1.0
+    """Factor of the write strength."""
+
+    @property
+    def group(self) -> int:
+        """Value heads per key head."""
+        return self.value_heads // self.key_heads
+
+
+@dataclass(frozen=True)
+class StateSpaceSpec:
+    """Mamba-2: a state of `head_dim` by `state_dim` numbers per head.
+
+    Heads form groups that share input and output vectors.
+
+    References
+    ----------
+    .. [1] T. Dao, A. Gu, "Transformers are SSMs", arXiv:2405.21060, section 7.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    norm_groups: int
+    """Groups of columns that the norm of the output normalizes."""
+
+    @property
+    def width(self) -> int:
+        """Columns of all heads."""
+        return self.heads * self.head_dim
+
+
 @dataclass(frozen=True)
 class ClassifierSpec:
     """Classification head on the first token: a linear layer, an activation, a linear layer."""
@@ -132,6 +204,13 @@ class Architecture:
     attention_sinks: bool = False
     local_rope: RopeSpec | None = None
     """Rotary embedding of the layers with the window, if it differs."""
+    layer_kinds: tuple[LayerKind, ...] = ()
+    """Kind of each layer; empty if all are attention and feed-forward network."""
+    conv_kernel: int = 0
+    """Taps of short convolutions; 0 without them."""
+    delta: DeltaSpec | None = None
+    ssm: StateSpaceSpec | None = None
+    output_gate: bool = False
     full_layers: frozenset[int] = frozenset()
     """Layers with full attention in a model with a window."""
     unrotated_layers: frozenset[int] = frozenset()
@@ -143,7 +222,7 @@ class Architecture:
     norm_offset: float = 0.0
     norm_weight: bool = True
     norm_bias: bool = True
-    norm_place: Literal["pre", "post", "sandwich", "output"] = "pre"
+    norm_place: NormPlace = "pre"
     embed_norm: bool = False
     final_norm: bool = True
     qk_norm: Literal["none", "head", "each_head", "all"] = "none"
@@ -174,6 +253,24 @@ class Architecture:
     decoder_start_id: int | None = None
     forced_bos_id: int | None = None
     forced_eos_ids: tuple[int, ...] = ()
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """Return the kind of a layer."""
+        return self.layer_kinds[layer] if self.layer_kinds else LAYER_KINDS["full_attention"]
+
+    def norm_place_of(self, layer: int) -> NormPlace:
+        """Return the place of a layer's norms."""
+        return self.kind_of(layer).norm_place or self.norm_place
+
+    @property
+    def mixers(self) -> frozenset[Mixer]:
+        """Mixers of the layers."""
+        return frozenset(kind.mixer for kind in self.layer_kinds) or frozenset({"attention"})
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if some layers have a recurrent state instead of keys and values."""
+        return self.mixers != {"attention"}
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer."""

@@ -66,6 +66,10 @@ def _problems(spec: Architecture) -> Iterator[str]:
             "a decoder with an encoder needs residual 'sequential' and norm_place 'pre' or 'post', "
             f"got {spec.residual!r} and {spec.norm_place!r}"
         )
+    if spec.is_recurrent:
+        yield from _recurrent_problems(spec)
+    if spec.output_gate and spec.latent is not None:
+        yield "output_gate goes without latent attention (kv_rank)"
     if spec.latent is not None:
         yield from _latent_problems(spec, spec.latent)
     if not spec.causal and spec.window is not None:
@@ -109,6 +113,46 @@ def _latent_problems(spec: Architecture, latent: LatentSpec) -> Iterator[str]:
             )
     if spec.encoder is not None or spec.unrotated_layers:
         yield "latent attention (kv_rank) has no encoder, and rotates in every layer"
+
+
+def _recurrent_problems(spec: Architecture) -> Iterator[str]:
+    """Yield problems of layers with a recurrent state."""
+    if spec.conv_kernel < 2:
+        yield f"recurrent layers need conv_kernel, at least 2, got {spec.conv_kernel}"
+    for name, wanted in (("causal", True), ("encoder", None), ("residual", "sequential")):
+        if getattr(spec, name) != wanted:
+            yield f"recurrent layers need {name} = {wanted!r}, got {getattr(spec, name)!r:.80}"
+    if len(spec.layer_kinds) != spec.n_layers:
+        yield f"layer_types must have {spec.n_layers} entries, got {len(spec.layer_kinds)}"
+    if "mamba2" in spec.mixers:
+        yield from _state_space_problems(spec)
+    delta = spec.delta
+    if "gated_delta_rule" not in spec.mixers:
+        return
+    if delta is None or min(delta.key_heads, delta.key_dim, delta.value_dim) < 1:
+        yield (
+            "gated_delta_rule needs linear_key_heads, linear_value_heads, linear_key_dim and "
+            "linear_value_dim, at least 1"
+        )
+    elif delta.value_heads % delta.key_heads:
+        yield (
+            "linear_value_heads must be a multiple of linear_key_heads, got "
+            f"{delta.value_heads} and {delta.key_heads}"
+        )
+
+
+def _state_space_problems(spec: Architecture) -> Iterator[str]:
+    ssm = spec.ssm
+    if ssm is None or min(ssm.head_dim, ssm.groups, ssm.state_dim, ssm.norm_groups) < 1:
+        yield (
+            "mamba2 needs ssm_heads, ssm_head_dim, ssm_groups, ssm_state_dim and "
+            "ssm_norm_groups, at least 1"
+        )
+    elif ssm.heads % ssm.groups or ssm.width % ssm.norm_groups:
+        yield (
+            f"ssm_groups must divide ssm_heads, and ssm_norm_groups the {ssm.width} columns, got "
+            f"{ssm.groups}, {ssm.heads} and {ssm.norm_groups}"
+        )
 
 
 def _expert_problems(spec: Architecture) -> Iterator[str]:

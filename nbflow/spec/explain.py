@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nbflow.spec.architecture import LAYER_KINDS
 from nbflow.spec.family import ConfigRule, Family, encoder_of
 from nbflow.spec.fields import FIELDS, REQUIRED, SIZES, show
 from nbflow.spec.formula import names_in
@@ -73,6 +75,11 @@ def _nameless(path: Path, family: Family) -> list[str]:
     numbers: dict[str, Any] = {name: 8 for name in SIZES if FIELDS[name].default is REQUIRED}
     numbers |= {"n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "norm_eps": 1e-5}
     numbers |= {"activation": "gelu", "embed_scale": 1.0, "position_offset": 0}
+    if family.layers.keys() != LAYER_KINDS.keys():  # a layer of each kind
+        kinds = family.structure.get("layer_types") or tuple(family.layers)
+        numbers |= {"layer_types": kinds, "n_layers": len(kinds)}
+        recurrent = ("conv_", "linear_", "ssm_")
+        numbers |= {name: 2 for name in FIELDS if name.startswith(recurrent)}
     encoder = encoder_of(family)
 
     def spec_of(one: Family) -> ModelSpec:
@@ -87,13 +94,13 @@ def _nameless(path: Path, family: Family) -> list[str]:
             spec = dataclasses.replace(spec, encoder=spec_of(encoder))
     except UsageError:  # it also depends on config.json
         return []
-    missing = []
+    missing: dict[str, None] = {}
     for name in spec.tensor_shapes():
         try:
             spec.tensor_layout(name)
         except KeyError:
-            missing.append(name.replace("layers.0.", "layers.{i}."))
-    return missing
+            missing[re.sub(r"^layers\.\d+\.", "layers.{i}.", name)] = None
+    return list(missing)
 
 
 def _source(family: Family, name: str, default: Any) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.checkpoint.quantization_config import KEY as QUANTIZATION
-from nbflow.spec.fields import FIELDS, FUSED, LINEARS, TENSOR_NAMES, check_field
+from nbflow.spec.architecture import LAYER_KINDS, LayerKind
+from nbflow.spec.fields import FIELDS, FUSED, LAYER_FIELDS, LINEARS, TENSOR_NAMES, check_field
 from nbflow.spec.formula import check_formula
 from nbflow.utils.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -34,9 +35,12 @@ FAMILY_KEYS = {
     "extends": "family whose rules hold where this file says nothing: NAME.toml next to this file, "
     "or of the package",
     "encoder": "family of the encoder in the same checkpoint, found alike; this is the decoder",
+    "text_config": "table of config.json whose keys count as those at its top, if it has the table",
     "prefix": "prefix that some checkpoints put before tensor names",
+    "prefixes": "prefix of names under [tensors] = others that checkpoints have in its place",
     "structure": "fields that are the same for all members",
     "config": "field = rule for config.json, or a list of rules of which the first value counts",
+    "layer": "NAME = kind of layer that layer_types names: mixer, feed_forward, window, norm_place",
     "biases": "switch of config.json, always or stored = matrices with a bias",
     "only": "key of config.json = supported values, or { values, when }",
     "tensors": "our tensor name = the checkpoint's, or several of which the first present counts",
@@ -66,6 +70,9 @@ class ConfigRule:
     """Required values of keys (`ABSENT`: none); else the rule does not apply."""
     stored: str | None = None
     """Tensor that the checkpoint must have; else the rule does not apply."""
+    kinds: tuple[str, ...] = ()
+    """Of layer_types, for a key that holds numbers of layers, or n for every n-th layer: the kind
+    of these layers, then the kind of the others."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +100,16 @@ class Family:
     """Name of the encoder's family; see `encoder_of`."""
     prefix: str
     """Optional prefix of tensor names."""
+    text_config: str
+    """Table of config.json with the keys of the text model; empty for none."""
+    prefixes: dict[str, tuple[str, ...]]
+    """Prefix of tensor names -> others in its place."""
     structure: dict[str, Any]
     """Fields of all members."""
     config: dict[str, tuple[ConfigRule, ...]]
     """Field -> its rules, in order."""
+    layers: dict[str, LayerKind]
+    """Kinds of layers by the names that layer_types uses."""
     biases: dict[str, tuple[str, ...]]
     """Switch -> matrices with a bias."""
     only: dict[str, OnlyRule]
@@ -196,8 +209,14 @@ def check_family(content: dict[str, Any], path: Path) -> Family:
         path=path,
         encoder=None if encoder is None else check_value(encoder, f"{path}: encoder", str),
         prefix=check_value(table.get("prefix", ""), f"{path}: prefix", str),
+        text_config=check_value(table.get("text_config", ""), f"{path}: text_config", str),
+        prefixes={
+            prefix: strings(others, f"{path}: [prefixes] {prefix}")
+            for prefix, others in table["prefixes"].items()
+        },
         structure=check_fields(table["structure"], f"{path}: [structure]"),
         config=config,
+        layers=LAYER_KINDS | _layer_kinds(table["layer"], f"{path}: [layer"),
         biases={key: _biased(names, f"{path}: [biases] {key}") for key, names in biases.items()},
         only=_only(table["only"], path),
         tensors={
@@ -220,7 +239,7 @@ def _extended(table: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict
             "key of config.json that says it"
         )
     check_keys(table, str(path), FAMILY_KEYS)
-    tables = ("structure", "config", "biases", "only", "tensors", "ignored")
+    tables = ("prefixes", "structure", "config", "layer", "biases", "only", "tensors", "ignored")
     for part in tables:
         allowed = ("tensors",) if part == "ignored" else table.get(part, {})
         check_keys(table.setdefault(part, {}), f"{path}: [{part}]", allowed)
@@ -241,7 +260,8 @@ def _extended(table: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict
     for part, other in (("structure", "config"), ("config", "structure")):
         merged[part] = {k: v for k, v in merged[part].items() if k not in table[other]}
     # in the base's order, so that a rule may refer to the fields above it
-    return {"prefix": below.get("prefix", ""), **table, **merged}
+    inherited = {key: below.get(key, "") for key in ("prefix", "text_config")}
+    return {**inherited, **table, **merged}
 
 
 def config_keys(family: Family) -> list[str]:
@@ -282,6 +302,20 @@ def check_tensors(table: Any, where: str) -> dict[str, tuple[str, ...]]:
             if one.count("{j}") > name.count("{j}"):
                 raise UsageError(f"{where} {name}: {{j}} is for experts and heads, got {one!r}")
     return checked
+
+
+def _layer_kinds(table: dict[str, Any], where: str) -> dict[str, LayerKind]:
+    """Return the kinds of layers of the tables [layer.NAME]."""
+    kinds = {}
+    for name, settings in table.items():
+        at = f"{where}.{name:.80}]"
+        check_keys(settings, at, LAYER_FIELDS, 'mixer = "attention"')
+        checked = {
+            key: check_field(value, f"{at} {key}", LAYER_FIELDS[key])
+            for key, value in settings.items()
+        }
+        kinds[name] = LayerKind(**checked)
+    return kinds
 
 
 def _only(table: dict[str, Any], path: Path) -> dict[str, OnlyRule]:
@@ -325,6 +359,12 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
     stored = rule.get("stored")
     if same_as is not None and same_as not in above:
         raise UsageError(f"{at}: {same_as!r} must be a field listed above it")
+    kinds = strings(rule.get("kinds", []), f"{at} kinds")
+    if kinds and (name != "layer_types" or len(kinds) != 2 or default is not None):
+        raise UsageError(
+            f"{at}: kinds are the two kinds of layer_types, without a default: of the layers that "
+            f"the key says, and of the others; got {list(kinds)!r:.80}"
+        )
     return ConfigRule(
         keys=strings(rule.get("keys", []), f"{at} keys"),
         default=None if default is None else check_field(default, at, FIELDS[name]),
@@ -339,4 +379,5 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
         },
         when=check_keys(rule.get("when", {}), f"{at} when", rule.get("when", {})),
         stored=None if stored is None else check_value(stored, f"{at} stored", str),
+        kinds=kinds,
     )

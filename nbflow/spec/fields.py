@@ -30,6 +30,8 @@ MAX_WIDTH = 1 << 24
 """Bound on widths: several hundred times those of published models."""
 MAX_CONTEXT = 1 << 24
 """Bound on contexts: published models state up to 10,485,760."""
+MAX_TAPS = 256
+"""Bound on the taps of short convolutions: published models have 3 or 4."""
 MAX_INT = 2**31 - 1
 """Bound on all other whole numbers: kernels count in 32 bits."""
 MAX_FLOAT = 3.4028234663852886e38
@@ -183,7 +185,8 @@ FIELDS: dict[str, Field] = {
     "full_layer_every": Field(int, "every n-th layer uses full attention; 0: none", 0),
     "layer_types": Field(
         [str],
-        "full_attention or sliding_attention per layer; wins over the two fields above",
+        "kind of each layer, or one for all: full_attention, sliding_attention, or the name of a "
+        "[layer] table; wins over the two fields above",
         (),
     ),
     "logits_soft_cap": Field(
@@ -214,10 +217,41 @@ FIELDS: dict[str, Field] = {
         None,
         least=0.0,
     ),
+    "output_gate": Field(
+        bool, "multiply the heads' outputs by sigmoid(attn.gate), a projection of the input", False
+    ),
     "qkv_layout": Field(
         ("blocks", "groups"),
         "rows of a fused attn.qkv: all q, all k, all v; or q, k, v of each key/value head",
         "blocks",
+    ),
+    # recurrent layers
+    "conv_kernel": Field(
+        int, "taps of short convolutions, the token itself included", 0, most=MAX_TAPS
+    ),
+    "linear_key_heads": Field(int, "gated delta rule: query and key heads", 0, most=MAX_HEADS),
+    "linear_value_heads": Field(
+        int, "gated delta rule: value heads, a multiple of the key heads", 0, most=MAX_HEADS
+    ),
+    "linear_key_dim": Field(int, "gated delta rule: width of a key head", 0, most=MAX_WIDTH),
+    "linear_value_dim": Field(int, "gated delta rule: width of a value head", 0, most=MAX_WIDTH),
+    "linear_norm_eps": Field(
+        float,
+        "gated delta rule: eps of the norm of its output; norm_eps if absent",
+        None,
+        least=0.0,
+    ),
+    "linear_beta_scale": Field(
+        float, "gated delta rule: factor of the write strength; 2 allows negative eigenvalues", 1.0
+    ),
+    "ssm_heads": Field(int, "Mamba-2: heads", 0, most=MAX_HEADS),
+    "ssm_head_dim": Field(int, "Mamba-2: width of a head", 0, most=MAX_WIDTH),
+    "ssm_groups": Field(
+        int, "Mamba-2: groups of heads that share input and output vectors", 1, most=MAX_HEADS
+    ),
+    "ssm_state_dim": Field(int, "Mamba-2: numbers of a state per column", 0, most=MAX_WIDTH),
+    "ssm_norm_groups": Field(
+        int, "Mamba-2: groups of columns that the norm of its output normalizes", 1, most=MAX_HEADS
     ),
     # positions
     "position": Field(
@@ -352,9 +386,36 @@ FIELDS: dict[str, Field] = {
 }
 """Every field that can be set."""
 
+LAYER_FIELDS: dict[str, Field] = {
+    "mixer": Field(
+        ("attention", "short_conv", "gated_delta_rule", "mamba2"),
+        "sublayer that mixes tokens",
+        "attention",
+    ),
+    "feed_forward": Field(bool, "a feed-forward network or experts follow the mixer", True),
+    "window": Field(bool, "attention has the sliding window (field window)", False),
+    "norm_place": Field(
+        ("pre", "post", "sandwich", "output"), "place of the norms, if not that of the model", None
+    ),
+}
+"""Keys of a table [layer.NAME]: fields of `nbflow.spec.architecture.LayerKind`."""
+
 CROSS = ("cross.q", "cross.k", "cross.v", "cross.o")
+SHORT_CONV = ("short.b", "short.c", "short.x", "short.conv", "short.out")
+"""Gated short convolution: out(c * conv(b * x))."""
+DELTA = tuple(f"delta.{name}" for name in ("q", "k", "v", "z", "b", "a", "out"))
+"""Gated delta rule: queries, keys, values, output gate, write strength, decay, output."""
+DELTA_CONVS = ("delta.q_conv", "delta.k_conv", "delta.v_conv")
+DELTA_VECTORS = ("delta.a_log", "delta.dt_bias")
+"""Logarithm of the decay rates of the value heads, and what is added to their decays."""
+_SSM_CONVS = ("ssm.x_conv", "ssm.b_conv", "ssm.c_conv")
+SSM = (*(f"ssm.{name}" for name in ("z", "x", "b", "c", "dt", "out")), *_SSM_CONVS)
+"""Mamba-2: output gate, values, input and output vectors, time steps, output, convolutions."""
+SSM_VECTORS = ("ssm.a_log", "ssm.dt_bias", "ssm.d")
+"""Logarithm of the decay rates, what is added to the time steps, weight of the skip connection."""
 LINEARS = (
-    "attn.q", "attn.k", "attn.v", "attn.o", "attn.q_a", "attn.kv_a", *CROSS,
+    "attn.q", "attn.k", "attn.v", "attn.o", "attn.gate", "attn.q_a", "attn.kv_a", *CROSS,
+    *SHORT_CONV, *DELTA, *SSM,
     "ffn.gate", "ffn.up", "ffn.down", "router", "moe.gate", "moe.up", "moe.down",
 )  # fmt: skip
 """Matrices of a layer that may have a bias; moe.gate, .up and .down have one tensor of biases
@@ -363,13 +424,23 @@ EXPERT_BIASES = ("moe.gate", "moe.up", "moe.down")
 FUSED = {
     "attn.qkv": ("attn.q", "attn.k", "attn.v"),
     "attn.kv_b": ("attn.k_b", "attn.v_b"),
+    "attn.q_gate": ("attn.q", "attn.gate"),
+    "short.in": ("short.b", "short.c", "short.x"),
+    "delta.qkv": ("delta.q", "delta.k", "delta.v"),
+    "delta.qkvz": ("delta.q", "delta.k", "delta.v", "delta.z"),
+    "delta.ba": ("delta.b", "delta.a"),
+    "delta.conv": DELTA_CONVS,
+    "ssm.in": ("ssm.z", "ssm.x", "ssm.b", "ssm.c", "ssm.dt"),
+    "ssm.conv": _SSM_CONVS,
+    "shared.gate_up": ("shared.gate", "shared.up"),
     "ffn.gate_up": ("ffn.gate", "ffn.up"),
     "moe.{j}.gate_up": ("moe.{j}.gate", "moe.{j}.up"),
 }
 """Matrices that a checkpoint may store fused: name -> members."""
 LAYER_NORMS = (
     "attn_norm", "attn_post_norm", "cross_norm", "ffn_norm", "ffn_post_norm", "attn.q_norm",
-    "attn.k_norm", "attn.q_a_norm", "attn.kv_a_norm",
+    "attn.k_norm", "attn.q_a_norm", "attn.kv_a_norm", "delta.norm",
+    "ssm.norm",
 )  # fmt: skip
 DIVISORS = ("rope_divisors", "rope_short_divisors", "rope_long_divisors")
 """Divisors of the rotary frequencies; the latter two are LongRoPE's."""
@@ -384,12 +455,13 @@ LATENT_MATRICES = ("attn.k_b", "attn.v_b")
 """Up projections of latent attention, stacked by head, without bias."""
 
 _IN_LAYERS = (
-    *LAYER_NORMS, *HEAD_NORMS, "attn.sinks", *LINEARS, *LATENT_MATRICES, *FUSED, *EXPERT_MATRICES,
-    "moe.gate_up", *SHARED_MATRICES, "shared_gate",
+    *LAYER_NORMS, *HEAD_NORMS, "attn.sinks", *LINEARS, *DELTA_CONVS, *DELTA_VECTORS,
+    *SSM_VECTORS, *LATENT_MATRICES, *FUSED, *EXPERT_MATRICES, "moe.gate_up", *SHARED_MATRICES,
+    "shared_gate",
 )  # fmt: skip
 _ONE_KIND = {
     "bias": ("embed", "positions", "position_bias", "types", "attn.k_b", "attn.v_b", "attn.kv_b",
-             "attn.sinks", *HEAD_NORMS),
+             "attn.sinks", *HEAD_NORMS, *DELTA_VECTORS, *SSM_VECTORS),
     "weight": (*EXPERT_BIASES, "moe.gate_up"),
 }  # fmt: skip
 """Tensors that have only a weight, or only a bias."""

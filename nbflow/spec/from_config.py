@@ -8,10 +8,19 @@ from dataclasses import fields
 from typing import Any
 
 from nbflow.checkpoint.quantization_config import read_quantization
-from nbflow.spec.architecture import ClassifierSpec, LatentSpec, MoeSpec, RopeSpec
+from nbflow.spec.architecture import (
+    ClassifierSpec,
+    DeltaSpec,
+    LatentSpec,
+    LayerKind,
+    MoeSpec,
+    RopeSpec,
+    StateSpaceSpec,
+)
 from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, encoder_of
 from nbflow.spec.fields import FIELDS, FUSED, MAX_ITEMS, REQUIRED, check_field
 from nbflow.spec.formula import evaluate
+from nbflow.spec.layer_types import first_layers, layer_kinds, types_of
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import check_value
@@ -62,6 +71,9 @@ def build_spec(
         If a field is missing or of a wrong type, or the configuration requires a computation that
         the family does not describe.
     """
+    nested = config.get(family.text_config) if family.text_config else None
+    if isinstance(nested, Mapping):
+        config = {**config, **nested}
     _refuse_unsupported(family, config, where)
     held = () if checkpoint_tensors is None else checkpoint_tensors
     values = _values(family, config, where, override or {}, held)
@@ -76,7 +88,8 @@ def build_spec(
             where=where,
             checkpoint_tensors=checkpoint_tensors,
         )
-    names = _names(family, tensors or {}, values["n_layers"], held)
+    kinds = layer_kinds(family, values, where)
+    names = _names(family, tensors or {}, first_layers(values["n_layers"], kinds), held)
     _name_biases(names)
     no_transform = checkpoint_tensors is not None and names.get("transform.weight") not in held
     if values["head_transform"] and no_transform:
@@ -84,7 +97,7 @@ def build_spec(
         values |= {"head": False, "head_transform": False, "head_bias": False}
     rope, local_rope, softmax_factor = _ropes(values, config, where, rope_divisors)
     sm_scale = values["sm_scale"]
-    full_layers = _full_layers(values, where)
+    full_layers = _full_layers(values, kinds)
     same = {field.name: values[field.name] for field in fields(ModelSpec) if field.name in FIELDS}
     has_classifier = all(names.get(f"{part}.weight") in held for part in ("pooler", "classifier"))
     same["classifier"] = (
@@ -106,13 +119,16 @@ def build_spec(
             encoder=encoder,
             rope=rope,
             local_rope=local_rope,
+            layer_kinds=kinds,
             full_layers=full_layers,
             unrotated_layers=_unrotated(values, full_layers, where),
             latent=_latent(values),
+            delta=_delta(values),
+            ssm=_state_space(values),
             moe=_moe(values),
             tensors=names,
             ignored_tensors=(*family.ignored_tensors, *ignored_tensors),
-            biases=_biases(family, config, where, names, held, values),
+            biases=_biases(family, config, where, names, held, values, kinds),
         )
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
@@ -221,6 +237,8 @@ def _from_config(
         value = lookup(config, key)
         if value is None or value == {}:  # an empty table of scalings is absent
             continue
+        if rule.kinds:
+            return types_of(value, rule.kinds, values["n_layers"], f"{where}: {key}")
         if rule.values:
             word = str(value).lower() if isinstance(value, bool | int) else value
             check_value(word, f"{where}: {_full(config, key)}", tuple(rule.values))
@@ -350,19 +368,13 @@ def _scaling_table(table: Mapping[str, Any] | None, truncate: bool | None) -> di
     return None if words.get("type") == "none" else words
 
 
-def _full_layers(values: Mapping[str, Any], where: str) -> frozenset[int]:
+def _full_layers(values: Mapping[str, Any], kinds: Sequence[LayerKind]) -> frozenset[int]:
     """Return the layers with full attention in a model with a window."""
     n, every = values["n_layers"], values["full_layer_every"]
-    types = values["layer_types"]
     if values["window"] is None:
         return frozenset()
-    if types:
-        known = ("full_attention", "sliding_attention")
-        for kind in types:
-            check_value(kind, f"{where}: layer_types", known)
-        if len(types) != n:
-            raise UsageError(f"{where}: layer_types must have {n} entries, got {len(types)}")
-        return frozenset(i for i, kind in enumerate(types) if kind == "full_attention")
+    if kinds:
+        return frozenset(i for i, kind in enumerate(kinds) if not kind.window)
     first = values["window_first_layer"]
     return frozenset(i for i in range(n) if i < first or (every and (i + 1) % every == 0))
 
@@ -396,6 +408,24 @@ def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
         value_dim=values["head_dim"] if value_dim is None else value_dim,
         norm_eps=values["norm_eps"] if eps is None else eps,
     )
+
+
+def _delta(values: Mapping[str, Any]) -> DeltaSpec | None:
+    if not values["linear_value_heads"]:
+        return None
+    parts = ("key_heads", "value_heads", "key_dim", "value_dim", "beta_scale")
+    eps = values["linear_norm_eps"]
+    return DeltaSpec(
+        **{name: values[f"linear_{name}"] for name in parts},
+        norm_eps=values["norm_eps"] if eps is None else eps,
+    )
+
+
+def _state_space(values: Mapping[str, Any]) -> StateSpaceSpec | None:
+    if not values["ssm_heads"]:
+        return None
+    parts = ("heads", "head_dim", "groups", "state_dim", "norm_groups")
+    return StateSpaceSpec(**{name: values[f"ssm_{name}"] for name in parts})
 
 
 def _classifier(activation: Any, config: Mapping[str, Any], where: str) -> ClassifierSpec | None:
@@ -455,13 +485,12 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
 def _names(
     family: Family,
     tensors: Mapping[str, Sequence[str]],
-    n_layers: int,
+    layers: Sequence[int],
     checkpoint: Collection[str],
 ) -> dict[str, str]:
     """Return the name of each tensor: the first allowed one that the checkpoint has."""
 
     def present(name: str) -> bool:
-        layers = (0, n_layers - 1)  # the first layers may be of another kind than the last
         return any(name.replace("{i}", str(i)).replace("{j}", "0") in checkpoint for i in layers)
 
     chosen = {}
@@ -471,6 +500,13 @@ def _names(
         else:
             bare = [name.removeprefix(family.prefix) for name in allowed]
             candidates = [*allowed, *bare, *(family.prefix + name for name in bare)]
+        candidates += [
+            other + name.removeprefix(prefix)
+            for prefix, others in family.prefixes.items()
+            for name in allowed
+            for other in others
+            if name.startswith(prefix)
+        ]
         if candidates:
             chosen[ours] = next(filter(present, candidates), candidates[0])
     _prefer_stored(chosen, present)
@@ -504,21 +540,27 @@ def _biases(
     names: Mapping[str, str],
     checkpoint: Collection[str],
     values: Mapping[str, Any],
+    kinds: Sequence[LayerKind],
 ) -> frozenset[str]:
     biases: set[str] = set()
     for switch, parts in family.biases.items():
         if switch == STORED:
-            biases.update(part for part in parts if _bias_stored(part, names, checkpoint))
+            layers = first_layers(values["n_layers"], kinds)
+            biases.update(part for part in parts if _bias_stored(part, names, checkpoint, layers))
         elif switch == ALWAYS or _switch(config, switch, where):
             biases.update(parts)
     return frozenset(biases if values["gated"] else biases - {"ffn.gate"})
 
 
-def _bias_stored(part: str, names: Mapping[str, str], checkpoint: Collection[str]) -> bool:
+def _bias_stored(
+    part: str, names: Mapping[str, str], checkpoint: Collection[str], layers: Sequence[int]
+) -> bool:
     """Return whether the checkpoint has the bias of a matrix, possibly fused."""
     wholes = [part, *(fused for fused, parts in FUSED.items() if part in parts)]
     keys = [names.get(f"layers.{{i}}.{whole}.bias") for whole in wholes]
-    return any(key is not None and key.replace("{i}", "0") in checkpoint for key in keys)
+    return any(
+        key is not None and key.replace("{i}", str(i)) in checkpoint for key in keys for i in layers
+    )
 
 
 def _switch(config: Mapping[str, Any], key: str, where: str) -> bool:

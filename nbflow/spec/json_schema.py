@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from nbflow.spec.family import ANY, FAMILY_KEYS, ConfigRule, OnlyRule
-from nbflow.spec.fields import FIELDS, LINEARS, REQUIRED, TENSOR_NAMES, show
+from nbflow.spec.fields import FIELDS, LAYER_FIELDS, LINEARS, REQUIRED, TENSOR_NAMES, Field, show
 from nbflow.spec.model_file import GENERATION, MODEL_KEYS, MODEL_TABLES
 from nbflow.utils.toml_schema import Kind
 
@@ -40,11 +40,14 @@ def family_schema() -> dict[str, Any]:
                 "model_types": _STRINGS,
                 "extends": {"type": "string"},
                 "encoder": {"type": "string"},
+                "text_config": {"type": "string"},
                 "prefix": {"type": "string"},
+                "prefixes": _map(_STRINGS),
                 "structure": _fields_schema(),
                 "config": _table(
                     {name: {"anyOf": [rule, {"type": "array", "items": rule}]} for name in FIELDS}
                 ),
+                "layer": _map(_fields_schema(LAYER_FIELDS)),
                 "biases": _map({"type": "array", "items": {"enum": list(LINEARS)}}),
                 "only": _map(
                     {"anyOf": [{"type": "array"}, _rule_schema(OnlyRule), {"const": ANY}]}
@@ -80,10 +83,10 @@ def model_schema() -> dict[str, Any]:
     }
 
 
-def fields_table() -> str:
-    """Return a Markdown table of all fields."""
+def fields_table(known: Mapping[str, Field] = FIELDS) -> str:
+    """Return a Markdown table of fields, all by default."""
     rows = ["| field | values | default | meaning |", "|---|---|---|---|"]
-    for name, entry in FIELDS.items():
+    for name, entry in known.items():
         default = "must be stated" if entry.default is REQUIRED else show(entry.default)
         meaning = entry.doc.replace("|", "\\|")
         rows.append(f"| `{name}` | {_kind_in_words(entry.kind)} | {default} | {meaning} |")
@@ -122,8 +125,8 @@ def _map(values: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": values}
 
 
-def _fields_schema() -> dict[str, Any]:
-    return _table({name: {**_kind(f.kind), "description": f.doc} for name, f in FIELDS.items()})
+def _fields_schema(known: Mapping[str, Field] = FIELDS) -> dict[str, Any]:
+    return _table({name: {**_kind(f.kind), "description": f.doc} for name, f in known.items()})
 
 
 def _tensors_schema() -> dict[str, Any]:

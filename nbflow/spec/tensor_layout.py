@@ -91,13 +91,25 @@ def find_layout(
 
 def _fused_rows(spec: Architecture, fused: str, part: int, sizes: list[int]) -> tuple[Span, ...]:
     """Return the rows of one member of a fused matrix."""
-    if fused != "attn.qkv" or spec.qkv_layout == "blocks":
+    G = _fused_groups(spec, fused)
+    if G == 1:
         start = sum(sizes[:part])
         return ((start, start + sizes[part]),)
-    G = spec.n_kv_heads
     each = [size // G for size in sizes]
     starts = [g * sum(each) + sum(each[:part]) for g in range(G)]
     return tuple((start, start + each[part]) for start in starts)
+
+
+def _fused_groups(spec: Architecture, fused: str) -> int:
+    """Return the number of groups of rows, each with the rows of every member."""
+    if fused == "attn.qkv" and spec.qkv_layout == "groups":
+        return spec.n_kv_heads
+    if fused == "attn.q_gate":
+        return spec.n_heads
+    if fused in ("delta.qkvz", "delta.ba"):
+        assert spec.delta is not None
+        return spec.delta.key_heads
+    return 1
 
 
 def _head_norm(

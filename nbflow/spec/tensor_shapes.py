@@ -13,13 +13,15 @@ from nbflow.spec.fields import EXPERT_BIASES
 Shapes = dict[str, tuple[int, ...]]
 
 
-def layer_norms(spec: Architecture) -> tuple[str, ...]:
-    """Return the names of the norms around a layer's two sublayers."""
-    first = ("attn_norm",) if spec.residual == "parallel" else ("attn_norm", "ffn_norm")
-    after = ("attn_post_norm", "ffn_post_norm")
-    if spec.norm_place == "output":
+def layer_norms(spec: Architecture, layer: int) -> tuple[str, ...]:
+    """Return the names of the norms around a layer's sublayers."""
+    kind, place = spec.kind_of(layer), spec.norm_place_of(layer)
+    sublayers = ("attn", "ffn") if kind.feed_forward else ("attn",)
+    first = ("attn_norm",) if spec.residual == "parallel" else tuple(f"{s}_norm" for s in sublayers)
+    after = tuple(f"{s}_post_norm" for s in sublayers)
+    if place == "output":
         return after
-    return (*first, *after) if spec.norm_place == "sandwich" else first
+    return (*first, *after) if place == "sandwich" else first
 
 
 def _norm(spec: Architecture, name: str, width: int) -> Shapes:
@@ -41,11 +43,30 @@ def _gated(prefix: str, E: int, FF: int) -> Shapes:
 
 def layer_shapes(spec: Architecture, layer: int) -> Shapes:
     """Return the tensors of one layer, names without the ``layers.{i}.`` prefix."""
-    E, FF = spec.hidden_size, spec.intermediate_size
-    q_rows, kv_rows = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    E, kind = spec.hidden_size, spec.kind_of(layer)
     shapes: Shapes = {}
-    for norm in layer_norms(spec):
+    for norm in layer_norms(spec, layer):
         shapes |= _norm(spec, norm, E)
+    shapes |= MIXER_SHAPES[kind.mixer](spec)
+    if not kind.feed_forward:
+        pass
+    elif spec.has_experts(layer):
+        shapes |= _expert_shapes(spec)
+    else:
+        shapes |= _gated("ffn", E, spec.intermediate_size)
+        if not spec.gated:
+            del shapes["ffn.gate.weight"]
+    for name in sorted(spec.biases):
+        if f"{name}.weight" in shapes:
+            shapes[f"{name}.bias"] = shapes[f"{name}.weight"][:1]
+    return shapes
+
+
+def _attention_shapes(spec: Architecture) -> Shapes:
+    """Return the tensors of attention, and of cross-attention if the model has an encoder."""
+    E = spec.hidden_size
+    shapes: Shapes = {}
+    q_rows, kv_rows = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     if spec.latent is not None:
         shapes |= _latent_shapes(spec, spec.latent)
     else:
@@ -55,6 +76,8 @@ def layer_shapes(spec: Architecture, layer: int) -> Shapes:
             "attn.v.weight": (kv_rows, E),
             "attn.o.weight": (E, q_rows),
         }
+    if spec.output_gate:
+        shapes["attn.gate.weight"] = (q_rows, E)
     if spec.attention_sinks:
         shapes["attn.sinks.weight"] = (spec.n_heads,)
     if spec.encoder is not None:
@@ -73,16 +96,30 @@ def layer_shapes(spec: Architecture, layer: int) -> Shapes:
         widths = (q_rows, kv_rows) if spec.qk_norm == "all" else (spec.head_dim,) * 2
         for name, width in zip(("attn.q_norm", "attn.k_norm"), widths, strict=True):
             shapes[f"{name}.weight"] = (width,)
-    if spec.has_experts(layer):
-        shapes |= _expert_shapes(spec)
-    else:
-        shapes |= _gated("ffn", E, FF)
-        if not spec.gated:
-            del shapes["ffn.gate.weight"]
-    for name in sorted(spec.biases):
-        if f"{name}.weight" in shapes:
-            shapes[f"{name}.bias"] = shapes[f"{name}.weight"][:1]
     return shapes
+
+
+def _short_conv_shapes(spec: Architecture) -> Shapes:
+    E = spec.hidden_size
+    shapes = {f"short.{name}.weight": (E, E) for name in ("b", "c", "x", "out")}
+    return {**shapes, "short.conv.weight": (E, spec.conv_kernel)}
+
+
+def _delta_shapes(spec: Architecture) -> Shapes:
+    delta, E = spec.delta, spec.hidden_size
+    assert delta is not None
+    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    widths = {"q": keys, "k": keys, "v": values}
+    rows = {**widths, "z": values, "b": delta.value_heads, "a": delta.value_heads}
+    shapes: Shapes = {f"delta.{name}.weight": (n, E) for name, n in rows.items()}
+    for name, n in widths.items():
+        shapes[f"delta.{name}_conv.weight"] = (n, spec.conv_kernel)
+    return shapes | {
+        "delta.a_log.weight": (delta.value_heads,),
+        "delta.dt_bias.weight": (delta.value_heads,),
+        "delta.norm.weight": (delta.value_dim,),
+        "delta.out.weight": (E, values),
+    }
 
 
 def _latent_shapes(spec: Architecture, latent: LatentSpec) -> Shapes:
@@ -97,6 +134,27 @@ def _latent_shapes(spec: Architecture, latent: LatentSpec) -> Shapes:
         "attn.v_b.weight": (H * latent.value_dim, latent.kv_rank),
         "attn.o.weight": (E, H * latent.value_dim),
     }
+
+
+def _state_space_shapes(spec: Architecture) -> Shapes:
+    ssm, E = spec.ssm, spec.hidden_size
+    assert ssm is not None
+    vectors = ssm.groups * ssm.state_dim
+    rows = {"z": ssm.width, "x": ssm.width, "b": vectors, "c": vectors, "dt": ssm.heads}
+    shapes: Shapes = {f"ssm.{name}.weight": (n, E) for name, n in rows.items()}
+    for name in ("x", "b", "c"):
+        shapes[f"ssm.{name}_conv.weight"] = (rows[name], spec.conv_kernel)
+    for name in ("a_log", "dt_bias", "d"):
+        shapes[f"ssm.{name}.weight"] = (ssm.heads,)
+    return shapes | {"ssm.norm.weight": (ssm.width,), "ssm.out.weight": (E, ssm.width)}
+
+
+MIXER_SHAPES = {
+    "attention": _attention_shapes,
+    "short_conv": _short_conv_shapes,
+    "gated_delta_rule": _delta_shapes,
+    "mamba2": _state_space_shapes,
+}
 
 
 def _expert_shapes(spec: Architecture) -> Shapes:

@@ -12,15 +12,18 @@ import nbflow_ptx
 from nbflow_kernels.activation import cuda as activation
 from nbflow_kernels.formats import cuda_dequantize, cuda_gather
 from nbflow_kernels.formats.layout_mma import unit_form
+from nbflow_kernels.linear_attention import cuda as linear_attention
 from nbflow_kernels.logits import cuda as logits
 from nbflow_kernels.matmul import cuda_wgmma
 from nbflow_kernels.norm import cuda as norm
 from nbflow_kernels.position import cuda as position
 from nbflow_kernels.quantized_matmul import cuda_gemm_wgmma
 from nbflow_kernels.sparse import cuda as sparse
+from nbflow_kernels.state_space import cuda as state_space
 
 pytestmark = pytest.mark.compiler
 HALVES = ", i32 gate, i32 up"
+XIELU = ", f32 alpha_p, f32 alpha_n, f32 beta, f32 eps"
 # kernel, bytes of its accesses besides those of 16, most registers
 HOT: dict[str, tuple[Any, set[int], int]] = {
     # a row of 4096: 256 threads with 16 numbers each, twice where there is a residual
@@ -57,8 +60,15 @@ def test_hot_kernels_move_16_bytes_at_once_and_keep_rows_in_registers(name: str)
 
 
 @pytest.mark.parametrize(
-    "kernel", [sparse._sparse_matmul, logits._soft_cap, norm._linear, position._alibi], ids=repr
-)
+    "kernel",
+    [
+        sparse._sparse_matmul, logits._soft_cap, norm._linear, position._alibi,
+        norm._gated_instance(256, 2, True, True), linear_attention._instance(16),
+        state_space._instance(32, 4, False), state_space._instance(16, 1, True),
+        activation._kernel("xielu", "", True, XIELU),
+    ],
+    ids=repr,
+)  # fmt: skip
 def test_float32_kernels_have_no_float64(kernel: Any) -> None:
     assert _facts(kernel, "sm_80").fp64 == 0
 

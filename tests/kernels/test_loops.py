@@ -16,6 +16,7 @@ from nbflow_kernels.matmul import loops as matmul_loops
 from nbflow_kernels.norm import loops as norm_loops
 from nbflow_kernels.quantized_matmul import loops as qmatmul_loops
 from nbflow_kernels.quantized_matmul.cpu import Int8Rows, quantize_activations
+from nbflow_kernels.state_space import loops as state_space_loops
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -132,3 +133,22 @@ def test_attention(rng: np.random.Generator, causal: bool) -> None:
     found = nk.single_prefill_with_kv_cache(q, k, v, causal=causal)
     # exp of the kernel: relative error 2e-7 for each weight; 150 weights are added either way
     np.testing.assert_allclose(found, out, rtol=1e-5, atol=150 * 2.0**-24)
+
+
+def test_loops_of_mamba2(rng: np.random.Generator) -> None:
+    """A chunk of 32 tokens, then three single ones."""
+    T, P, N = 35, 5, 21
+    x, b, c = _normal(rng, T, 1, P), _normal(rng, T, 1, N), _normal(rng, T, 1, N)
+    a, d, state = -np.ones(1, np.float32), _normal(rng, 1), _normal(rng, 1, 1, P, N)
+    dt = rng.uniform(0.01, 1.0, (T, 1)).astype(np.float32)
+    loop_state, y = state[0, 0].copy(), np.empty((T, P), np.float32)
+    for function, part in (
+        (state_space_loops.chunk, slice(0, 32)),
+        (state_space_loops.steps, slice(32, T)),
+    ):
+        arrays = [np.ascontiguousarray(v[part, 0]) for v in (x, dt, b, c)]
+        function(arrays[0], arrays[1], a[0], *arrays[2:], loop_state, d[0], y[part])
+    batch = np.array([0, T], np.int32), np.zeros(1, np.int32)
+    found = nk.mamba2_scan(x, dt, a, b, c, state, *batch, d=d, dt_softplus=False)
+    np.testing.assert_array_equal(found[:, 0], y)
+    np.testing.assert_array_equal(state[0, 0], loop_state)

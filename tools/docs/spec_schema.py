@@ -10,22 +10,27 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from nbflow.spec.fields import FIELDS, LAYER_FIELDS
 from nbflow.spec.json_schema import family_schema, fields_table, model_schema
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "bring_your_own_architecture.md"
-BEGIN, END = "<!-- fields: made by tools/docs/spec_schema.py -->\n", "<!-- end of fields -->\n"
+TABLES = {"fields": FIELDS, "layer": LAYER_FIELDS}
+"""Name of a table on the page -> its fields."""
 
 
 def contents() -> dict[Path, str]:
     """Return the expected content of each file."""
     page = PAGE.read_text(encoding="utf-8")
-    before, rest = page.split(BEGIN)
-    after = rest.split(END)[1]
+    for name, known in TABLES.items():
+        begin = f"<!-- {name}: made by tools/docs/spec_schema.py -->\n"
+        end = f"<!-- end of {name} -->\n"
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n{fields_table(known)}\n\n{end}{rest.split(end)[1]}"
     return {
         DOCS / "schema" / "family.json": json.dumps(family_schema(), indent=1) + "\n",
         DOCS / "schema" / "model.json": json.dumps(model_schema(), indent=1) + "\n",
-        PAGE: f"{before}{BEGIN}\n{fields_table()}\n\n{END}{after}",
+        PAGE: page,
     }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -27,7 +29,9 @@ class Made:
 def randomize(model: torch.nn.Module) -> None:
     """Make norms and biases random too, so that a miss shows, and round all to float16."""
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
+        if name.endswith("A_log"):  # states that last for some tokens
+            parameter.data = 0.5 * torch.randn_like(parameter) - 3.0
+        elif parameter.ndim == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
         elif "embed" not in name:
             parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
@@ -36,5 +40,29 @@ def randomize(model: torch.nn.Module) -> None:
         if hasattr(module, "create_weight"):  # sinusoids are computed, not stored
             module.weight.data = module.create_weight()
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_((0.2 * torch.randn_like(buffer)).half().float())
+
+
+@contextlib.contextmanager
+def in_float64(model: torch.nn.Module) -> Iterator[None]:
+    """Compute a model in float64, also where its code asks for float32."""
+    to, softmax = torch.Tensor.to, torch.nn.functional.softmax
+
+    def widened(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        wide = [torch.float64 if a is torch.float32 else a for a in args]
+        if options.get("dtype") is torch.float32:
+            options["dtype"] = torch.float64
+        return to(self, *wide, **options)
+
+    def softmax_in_dtype(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return softmax(x, *args, **{k: v for k, v in options.items() if k != "dtype"})
+
+    with (
+        mock.patch.object(torch.Tensor, "to", widened),
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+        mock.patch.object(torch.nn.functional, "softmax", softmax_in_dtype),
+    ):
+        model.double()
+        yield
+    model.float()

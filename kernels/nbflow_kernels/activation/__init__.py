@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.activation import cpu, cuda
+from nbflow_kernels.activation.xielu import xielu
 from nbflow_kernels.arrays import check_array, is_cuda, output
 from nbflow_kernels.errors import UsageError, unknown_name
 
 __all__ = [
     "gelu", "gelu_and_mul", "gelu_quick", "gelu_quick_and_mul", "gelu_tanh", "gelu_tanh_and_mul",
     "glu", "relu", "relu2", "relu2_and_mul", "relu_and_mul", "sigmoid", "sigmoid_and_mul", "silu",
-    "silu_and_mul", "swigluoai_and_mul",
+    "silu_and_mul", "swigluoai_and_mul", "xielu",
 ]  # fmt: skip
 
 

@@ -61,3 +61,20 @@ __global__ void swiglu_oai(const float* x, float* out, int T, int width, float a
                          clamped(g.z, u.z, alpha, limit), clamped(g.w, u.w, alpha, limit));
   store4<WIDE>(out + (long long)p.t * width, p.i, width, y);
 }
+
+__device__ inline float xielu_of(float v, float alpha_p, float alpha_n, float beta, float eps) {
+  if (v > 0.0f) return v * fmaf(alpha_p, v, beta);
+  return fmaf(alpha_n, expm1f(fminf(v, eps)) - v, beta * v);
+}
+
+template <bool WIDE>
+__global__ void xielu(const float* x, float* out, int T, int width, float alpha_p, float alpha_n,
+                      float beta, float eps) {
+  Place p;
+  if (!find(T, width, p)) return;
+  long long row = (long long)p.t * width;
+  float4 v = load4<WIDE>(x + row, p.i, width);
+  v = make_float4(xielu_of(v.x, alpha_p, alpha_n, beta, eps), xielu_of(v.y, alpha_p, alpha_n, beta, eps),
+                  xielu_of(v.z, alpha_p, alpha_n, beta, eps), xielu_of(v.w, alpha_p, alpha_n, beta, eps));
+  store4<WIDE>(out + row, p.i, width, v);
+}

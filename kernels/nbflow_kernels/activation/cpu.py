@@ -10,7 +10,7 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit, simd, simd_shuffle
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
-from nbflow_kernels.cpu.simd_math import keep_nan
+from nbflow_kernels.cpu.simd_math import keep_nan, one_plus_exp, sigmoid
 from nbflow_kernels.cpu.simd_memory import address_of, load_first, store_first
 
 LOGISTIC, NORMAL, RELU, RELU2, SIGMOID, CLAMPED = range(6)
@@ -70,25 +70,12 @@ def _run(activation, gate, up, row_bytes, interleaved, out):
 
 
 @jit.device_function(inline="llvm")
-def _divisor(a):
-    """Return 1 + e**a, infinite from a = 89 on where `simd.exp` stays at e**88; NaN is lost."""
-    beyond = simd.maximum(simd.sub(a, simd.splat(88.0)), simd.splat(0.0))
-    return simd.add(simd.splat(1.0), simd.fma(beyond, simd.splat(3e38), simd.exp(a)))
-
-
-@jit.device_function(inline="llvm")
-def _sigmoid(v):
-    """Return the logistic function of v."""
-    return keep_nan(simd.div(simd.splat(1.0), _divisor(simd.sub(simd.splat(0.0), v))), v)
-
-
-@jit.device_function(inline="llvm")
-def _logistic(v, linear, cubic):
+def times_logistic(v, linear, cubic):
     """Return v times the logistic function of linear * v + cubic * v**3; NaN for -infinity."""
     # beyond +-1e12 the function is 0 or 1 for every use here; the limit keeps the cube finite
     u = simd.maximum(simd.minimum(v, simd.splat(1e12)), simd.splat(-1e12))
     slope = simd.fma(simd.mul(u, u), simd.splat(cubic), simd.splat(linear))
-    return simd.div(v, _divisor(simd.sub(simd.splat(0.0), simd.mul(u, slope))))
+    return simd.div(v, one_plus_exp(simd.sub(simd.splat(0.0), simd.mul(u, slope))))
 
 
 @jit.device_function(inline="llvm")
@@ -129,18 +116,18 @@ def _clamped(gate, up, alpha, limit):
     high, low = simd.splat(limit), simd.splat(-limit)
     g = keep_nan(simd.minimum(gate, high), gate)
     u = keep_nan(simd.maximum(simd.minimum(up, high), low), up)
-    return simd.mul(simd.add(u, simd.splat(1.0)), _logistic(g, alpha, 0.0))
+    return simd.mul(simd.add(u, simd.splat(1.0)), times_logistic(g, alpha, 0.0))
 
 
 @jit.device_function(inline="llvm")
-def _function(v, code, linear, cubic):
+def activated(v, code, linear, cubic):
     """Return the activation of 16 elements."""
     if code == LOGISTIC:
-        return _logistic(v, linear, cubic)
+        return times_logistic(v, linear, cubic)
     if code == NORMAL:
         return _normal(v)
     if code == SIGMOID:
-        return _sigmoid(v)
+        return sigmoid(v)
     y = keep_nan(simd.maximum(v, simd.splat(0.0)), v)
     return simd.mul(y, y) if code == RELU2 else y
 
@@ -163,7 +150,7 @@ def _activate(
             up_at = up + t * row_bytes + i * step
             n = width - i
             if up == 0:
-                v = _function(_load(gate_at, n), code, linear, cubic)
+                v = activated(_load(gate_at, n), code, linear, cubic)
             else:
                 if interleaved:
                     v, w = _load(gate_at, 2 * n), _load(gate_at + 64, 2 * n - 16)
@@ -173,7 +160,7 @@ def _activate(
                 if code == CLAMPED:
                     v = _clamped(v, w, linear, cubic)
                 else:
-                    v = simd.mul(_function(v, code, linear, cubic), w)
+                    v = simd.mul(activated(v, code, linear, cubic), w)
             out_at = out + t * out_row_bytes + i * 4
             if n >= 16:
                 simd.store_f32(out_at, v)

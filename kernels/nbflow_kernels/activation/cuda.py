@@ -15,8 +15,8 @@ FUNCTIONS = {name: name.title().replace("_", "") for name in ACTIVATIONS}
 
 @functools.cache
 def _kernel(name: str, choice: str, wide: bool, more: str) -> cuda.Kernel:
-    """Return a template's instance; `more` declares further parameters."""
-    entry = f"{name}<{choice}, {str(wide).lower()}>"
+    """Return an instance for the template arguments `choice`; `more` declares parameters."""
+    entry = f"{name}<{choice}{', ' if choice else ''}{str(wide).lower()}>"
     declared = f"f32* x, f32* out, i32 T, i32 width{more}"
     return cuda.cpp_kernel(__file__, "activation.cu", entry, declared)
 
@@ -50,3 +50,9 @@ def swigluoai_and_mul(x: Any, alpha: float, limit: float, interleaved: bool, out
     """See `nbflow_kernels.swigluoai_and_mul`."""
     choice = str(interleaved).lower()
     _launch("swiglu_oai", choice, ", f32 alpha, f32 limit", x, out, alpha, limit)
+
+
+def xielu(x: Any, alpha_p: float, alpha_n: float, beta: float, eps: float, out: Any) -> None:
+    """See `nbflow_kernels.xielu`, for rows (T, I)."""
+    more = ", f32 alpha_p, f32 alpha_n, f32 beta, f32 eps"
+    _launch("xielu", "", more, x, out, alpha_p, alpha_n, beta, eps)

@@ -101,3 +101,13 @@ def swigluoai_and_mul(
     gate, up = (v[..., ::2], v[..., 1::2]) if interleaved else np.split(v, 2, axis=-1)
     gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
     return _times(up + 1.0, _times(gate, sigmoid(alpha * gate)))
+
+
+def xielu(
+    x: Any, alpha_p: float, alpha_n: float, *, beta: float = 0.5, eps: float = -1e-6
+) -> NDArray[np.float64]:
+    """See `nbflow_kernels.xielu`."""
+    v = np.asarray(x, np.float64)
+    positive = alpha_p * v**2 + beta * v
+    negative = alpha_n * (np.expm1(np.minimum(v, eps)) - v) + beta * v
+    return np.where(v > 0, positive, negative)

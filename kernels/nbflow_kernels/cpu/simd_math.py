@@ -1,10 +1,13 @@
-"""Elementwise math on 16 float32: `expm1`, `tanh`, selection, NaN propagation.
+"""Elementwise math on 16 float32: `expm1`, `tanh`, logistic functions, selection, NaN propagation.
 
 ====================================  =========================================================
 `keep_nan(y, v)`                      `y`, but NaN where `v` is one
 `select(mask, v, other)`              `v` where the int32 `mask` is 1, `other` where it is 0
 `expm1(v)`                            e**v - 1, relative error below 3e-7 on [-87, 88]
 `tanh(v)`                             relative error below 5e-7; NaN stays
+`one_plus_exp(v)`                     1 + e**v, infinite from v = 89 on; NaN is lost
+`sigmoid(v)` / `silu(v)`              1 / (1 + e**-v), and v times it; NaN stays
+`softplus(v)`                         log(1 + e**v), relative error below 5e-7; NaN stays
 ====================================  =========================================================
 """
 
@@ -56,3 +59,44 @@ def tanh(v):
     """Return the hyperbolic tangent lane by lane."""
     e = expm1(simd.add(v, v))
     return keep_nan(simd.div(e, simd.add(e, simd.splat(2.0))), v)
+
+
+@jit.device_function(inline="llvm")
+def one_plus_exp(v):
+    """Return 1 + e**v, infinite from v = 89 on where `simd.exp` stays at e**88; NaN is lost."""
+    beyond = simd.maximum(simd.sub(v, simd.splat(88.0)), simd.splat(0.0))
+    return simd.add(simd.splat(1.0), simd.fma(beyond, simd.splat(3e38), simd.exp(v)))
+
+
+@jit.device_function(inline="llvm")
+def sigmoid(v):
+    """Return the logistic function of v."""
+    return keep_nan(simd.div(simd.splat(1.0), one_plus_exp(simd.sub(simd.splat(0.0), v))), v)
+
+
+@jit.device_function(inline="llvm")
+def silu(v):
+    """Return v times the logistic function of v; NaN for -infinity, as in PyTorch."""
+    return simd.div(v, one_plus_exp(simd.sub(simd.splat(0.0), v)))
+
+
+@jit.device_function(inline="llvm")
+def softplus(v):
+    """Return log(1 + e**v) = max(v, 0) + log1p(e**-|v|).
+
+    log1p(u) = 2 * atanh(s) with s = u / (2 + u) <= 1 / 3; the odd series of atanh up to s**15
+    leaves out less than s**16 / 8 = 3e-9 of it.
+    """
+    magnitude = simd.as_f32(simd.and_(simd.as_i32(v), simd.splat_i32(0x7FFFFFFF)))
+    u = simd.exp(simd.sub(simd.splat(0.0), magnitude))
+    s = simd.div(u, simd.add(u, simd.splat(2.0)))
+    square = simd.mul(s, s)
+    p = simd.splat(2.0 / 15.0)
+    p = simd.fma(p, square, simd.splat(2.0 / 13.0))
+    p = simd.fma(p, square, simd.splat(2.0 / 11.0))
+    p = simd.fma(p, square, simd.splat(2.0 / 9.0))
+    p = simd.fma(p, square, simd.splat(2.0 / 7.0))
+    p = simd.fma(p, square, simd.splat(2.0 / 5.0))
+    p = simd.fma(p, square, simd.splat(2.0 / 3.0))
+    p = simd.fma(p, square, simd.splat(2.0))
+    return keep_nan(simd.fma(p, s, simd.maximum(v, simd.splat(0.0))), v)

@@ -1,4 +1,4 @@
-"""Normalization of vectors: root mean square, layer norm, length; fused with the residual sum.
+"""Normalization of vectors: root mean square, layer norm, length; with the residual sum or a gate.
 
 A vector is the last axis of the input: a row of the hidden state (T, E), or one head of query or
 key rows (T, H, E), for models that normalize each head before the rotary embedding.
@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from nbflow_kernels.arrays import check_array, is_cuda, output
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.norm import cpu, cuda
+from nbflow_kernels.norm.gated import gated_rmsnorm
 
 __all__ = [
-    "fused_add_layernorm", "fused_add_rmsnorm", "gemma_fused_add_rmsnorm", "gemma_rmsnorm",
-    "l2norm", "layernorm", "linear_norm", "rmsnorm",
+    "fused_add_layernorm", "fused_add_rmsnorm", "gated_rmsnorm", "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm", "l2norm", "layernorm", "linear_norm", "rmsnorm",
 ]  # fmt: skip
 
 

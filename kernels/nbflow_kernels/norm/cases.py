@@ -96,6 +96,37 @@ def _case(
     )
 
 
+# The gate f(g) has |g| <= 6 in its exponent, rounded to 2**-24 of itself, exp 2e-7, 4 roundings:
+# 6 * 6e-8 + 2e-7 + 4 * 6e-8 = 8e-7, which a gate before the norm brings into the mean square, too.
+_GATE_ERROR = 8e-7
+
+
+def _gated_case(
+    name: str,
+    T: int,
+    C: int,
+    size: int,
+    *,
+    shared: bool = False,
+    timed: bool = False,
+    **options: Any,
+) -> OpCase:
+    """Return a case of `gated_rmsnorm`; x and gate are columns of one matrix."""
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        both = _rows(rng, T, 2 * C)
+        both[:, C:] = rng.uniform(-6.0, 6.0, (T, C))
+        weight = _rows(rng, size if shared else C)
+        given = {"group_size": size, **options} if size != C else options
+        return {"x": both[:, :C], "gate": both[:, C:], "weight": weight, "eps": 1e-5, **given}
+
+    return OpCase(
+        "gated_rmsnorm", name, inputs, _rtol(size) + 2 * _GATE_ERROR, 0.0,
+        f"{_REASON}; gate: exponent |g| <= 6, exp 2e-7, 4 roundings, twice if gated first",
+        n_bytes=4 * (3 * T * C + C), n_flops=T * C * 22, out=((T, C), "float32"), timed=timed,
+    )  # fmt: skip
+
+
 CASES: list[OpCase] = [
     _case("rmsnorm", "small", 3, 8, eps=1e-5),
     _case("rmsnorm", "one_column", 2, 1, eps=1e-5),
@@ -134,5 +165,13 @@ CASES: list[OpCase] = [
     _case("l2norm", "heads", 3, 4, 80, eps=1e-6),
     _case("linear_norm", "root_of_the_size", 3, 77),
     _case("linear_norm", "given_scale", 2, 3, 16, scale=12.0),
+    _gated_case("one_group", 5, 77, 77),
+    _gated_case("groups_gate_first", 3, 90, 30, gate_first=True),
+    _gated_case("shared_weight", 2, 128, 32, shared=True),
+    _gated_case("sigmoid_gate_first", 2, 64, 64, gate_first=True, activation="sigmoid"),
+    _gated_case("sigmoid_heads", 2, 40, 20, activation="sigmoid"),
+    _gated_case("no_rows", 0, 64, 64),
+    _gated_case("nemotron_h_8b_prefill", 512, 8192, 1024, gate_first=True, timed=True),
+    _gated_case("qwen3_next_heads", 512, 4096, 128, shared=True, timed=True),
 ]
 """Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

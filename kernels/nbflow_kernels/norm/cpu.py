@@ -83,7 +83,7 @@ def _sum(a, E):
 
 
 @jit.device_function
-def _sum_of_squares(a, E, mean):
+def sum_of_squares(a, E, mean):
     """Return the sum of (x - mean)**2 in the order of `_sum`."""
     m = simd.splat(mean)
     s0 = s1 = s2 = s3 = simd.splat(0.0)
@@ -134,7 +134,7 @@ def _rmsnorm(
                 r = residual + t * residual_bytes + h * E * 4
                 _add_to(r, a, E)
                 a = r
-            mean_square = _sum_of_squares(a, E, np.float32(0.0)) / np.float32(divisor)
+            mean_square = sum_of_squares(a, E, np.float32(0.0)) / np.float32(divisor)
             scale = np.float32(1.0) / np.sqrt(mean_square + np.float32(eps))
             for i in range(0, body, 16):
                 factor = simd.add(simd.load_f32(w + i * weight_bytes), simd.splat(shift))
@@ -165,7 +165,7 @@ def _layernorm(
                 _add_to(r, a, E)
                 a = r
             mean = _sum(a, E) / np.float32(E)
-            variance = _sum_of_squares(a, E, mean) / np.float32(E)
+            variance = sum_of_squares(a, E, mean) / np.float32(E)
             scale = np.float32(1.0) / np.sqrt(variance + np.float32(eps))
             m = simd.splat(mean)
             s = simd.splat(scale)

@@ -38,6 +38,29 @@ def layernorm(x, weight, bias, eps, out, *, residual=None):
     _launch("layer", x, residual, (weight, bias), out, eps)
 
 
+@functools.cache
+def _gated_instance(threads: int, n: int, wide: bool, silu: bool) -> cuda.Kernel:
+    choices = f"{threads}, {n}, {str(wide).lower()}, {'Silu' if silu else 'Sigmoid'}"
+    return cuda.cpp_kernel(
+        __file__, "norm.cu", f"gated_rms<{choices}>",
+        "f32* x, f32* gate, f32* weight, f32* out, i32 n_vectors, i32 H, i32 E, i64 x_row, "
+        "i64 gate_row, i64 out_row, i32 weight_group, f32 eps, i32 gate_first",
+    )  # fmt: skip
+
+
+def gated_rmsnorm(x, gate, weight, eps, group_size, gate_first, activation, out):
+    """As `nbflow_kernels.norm.cpu_gated.gated_rmsnorm`."""
+    H = x.shape[1] // group_size
+    n, (threads, numbers) = len(x) * H, _shape(group_size)
+    wide = _wide(group_size, x, gate, weight, out)
+    weight_group = group_size if weight.shape[0] == x.shape[1] else 0
+    args = (
+        x, gate, weight, out, n, H, group_size, _row(x), _row(gate), _row(out), weight_group,
+        eps, gate_first,
+    )  # fmt: skip
+    _gated_instance(threads, numbers, wide, activation == "silu")(*_grid(n, threads), args)
+
+
 def linear_norm(x: Any, scale: float, out: Any) -> None:
     """See `nbflow_kernels.linear_norm`."""
     if x.size:

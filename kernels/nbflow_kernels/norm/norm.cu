@@ -1,5 +1,6 @@
 // Normalization: THREADS threads hold a vector in registers, 4 * N numbers each.  It is read once and
 // written once; sums are taken in the order of `normalize.cuh`, which depends on E alone.
+#include "activation/functions.cuh"
 #include "cuda/vector_load.cuh"
 #include "norm/normalize.cuh"
 
@@ -95,6 +96,38 @@ __global__ void layer(const float* x, float* residual, const float* weight, cons
     if (weight != nullptr) y = times(y, load4<WIDE>(weight, i, E));
     if (bias != nullptr) y = plus(y, load4<WIDE>(bias, i, E));
     store4<WIDE>(out, i, E, y);
+  }
+}
+
+template <class F> __device__ inline float4 gate_of(float4 g) {
+  return make_float4(F::of(g.x), F::of(g.y), F::of(g.z), F::of(g.w));
+}
+
+// Gated RMS norm of the H groups of E columns of a row: the gate F(g) before the norm or after it.
+// weight has a row of E for each group (weight_group = E), or one for all (0).
+template <int THREADS, int N, bool WIDE, class F>
+__global__ void gated_rms(const float* x, const float* gate, const float* weight, float* out,
+                          int n_vectors, int H, int E, long long x_row, long long gate_row,
+                          long long out_row, int weight_group, float eps, int gate_first) {
+  __shared__ float scratch[N * THREADS / 32];
+  int vector = blockIdx.x * blockDim.y + threadIdx.y;
+  if (vector >= n_vectors) return;
+  float4 v[N], g[N];
+  load_vector<THREADS, N, WIDE>(x + place(vector, H, E, x_row), nullptr, E, v);
+  load_vector<THREADS, N, WIDE>(gate + place(vector, H, E, gate_row), nullptr, E, g);
+  float sums[N];
+  for (int n = 0; n < N; n++) {
+    g[n] = gate_of<F>(g[n]);
+    if (gate_first) v[n] = times(v[n], g[n]);
+    sums[n] = lane_sum(squares_of(v[n]));
+  }
+  float factor = norm_factor(sum_over<THREADS, N>(sums, scratch), E, eps);
+  out += place(vector, H, E, out_row);
+  weight += (long long)(vector % H) * weight_group;
+  for (int n = 0; n < N; n++) {
+    int i = 4 * (n * THREADS + threadIdx.x);
+    float4 y = times(scaled(v[n], factor), load4<WIDE>(weight, i, E));
+    store4<WIDE>(out, i, E, gate_first ? y : times(y, g[n]));
   }
 }
 

@@ -63,3 +63,23 @@ def linear_norm(x: Any, scale: float | None = None) -> NDArray[np.float64]:
     """See `nbflow_kernels.linear_norm`."""
     rows = np.asarray(x, np.float64)
     return rows * (math.sqrt(rows.shape[-1]) if scale is None else scale)
+
+
+def gated_rmsnorm(
+    x: Any,
+    gate: Any,
+    weight: Any,
+    *,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    gate_first: bool = False,
+    activation: str = "silu",
+) -> NDArray[np.float64]:
+    """See `nbflow_kernels.gated_rmsnorm`."""
+    rows, g = np.asarray(x, np.float64), np.asarray(gate, np.float64)
+    factor = 1.0 / (1.0 + np.exp(-g)) * (g if activation == "silu" else 1.0)
+    size = group_size or rows.shape[1]
+    groups = (rows * factor if gate_first else rows).reshape(len(rows), rows.shape[1] // size, size)
+    columns = np.asarray(weight, np.float64).reshape(-1, size)
+    y = rmsnorm(groups, None, eps=eps) * columns
+    return np.asarray(y.reshape(rows.shape) * (1.0 if gate_first else factor))

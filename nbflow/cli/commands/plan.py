@@ -228,7 +228,9 @@ def _print_ranks(prediction: Prediction) -> None:
     )  # fmt: skip
     rows = []
     for r in prediction.ranks:
-        spans = [f"{a}-{b - 1}" for a, b in (r.layers, r.heads, r.kv_heads, r.ffn)]
+        spans = [
+            "none" if a == b else f"{a}-{b - 1}" for a, b in (r.layers, r.heads, r.kv_heads, r.ffn)
+        ]
         held = [f"{n / 1e9:.2f}" for n in (r.weight_bytes, r.kv_bytes, r.host_bytes)]
         rows.append((r.rank, *spans, *held, f"{r.sent_bytes_per_token / 1e6:.2f}"))
     print(f"\n{text_table(columns, rows)}")

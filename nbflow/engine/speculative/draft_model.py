@@ -57,6 +57,9 @@ class DraftModelProposer:
         probs: dict[Request, list[np.ndarray]] = {r: [] for r, _ in active}
         while active:
             rows = self._run(pending)
+            if not any(drafted.values()):  # all tokens so far are the request's own
+                assert self._session is not None
+                self._session.save_state(*(self._sequences[r] for r in pending))
             for strategy, some in _by_strategy([r for r, _ in active]):
                 logits = np.concatenate([rows[r] for r in some])
                 for i, token in enumerate(_choose(strategy, logits, some, drafted)):

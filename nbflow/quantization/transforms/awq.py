@@ -29,7 +29,11 @@ import nbflow_kernels as nk
 from nbflow.checkpoint import WeightFile
 from nbflow.program.read_operand import read_operand
 from nbflow.program.records import Operand
-from nbflow.quantization.transforms.norm_consumers import experts_can_transform, norm_readers
+from nbflow.quantization.transforms.norm_consumers import (
+    experts_can_transform,
+    has_plain_mixers,
+    norm_readers,
+)
 from nbflow.quantization.transforms.transform import ChannelScale, LinearMap, WeightTransform
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
@@ -87,6 +91,11 @@ def scale_columns(
     UsageError
         If there are no statistics of any matrix, or experts cannot be scaled.
     """
+    if not has_plain_mixers(spec):
+        raise UsageError(
+            f"{spec.name}: quantizer 'awq' does not support recurrent layers and gated attention; "
+            "use 'gptq', 'hqq' or 'search'"
+        )
     if not set(spec.tensor_shapes()) & set(statistics):
         raise UsageError(
             "quantizer 'awq' needs statistics of the inputs: nbflow imatrix MODEL -o FILE, "

@@ -27,7 +27,11 @@ from numpy.typing import NDArray
 from nbflow.checkpoint import WeightFile
 from nbflow.program.read_operand import read_operand
 from nbflow.program.records import Operand
-from nbflow.quantization.transforms.norm_consumers import experts_can_transform, norm_readers
+from nbflow.quantization.transforms.norm_consumers import (
+    experts_can_transform,
+    has_plain_mixers,
+    norm_readers,
+)
 from nbflow.quantization.transforms.transform import (
     ChannelScale,
     HadamardRotation,
@@ -53,6 +57,7 @@ def rotated_spec(spec: ModelSpec) -> ModelSpec:
         "the rows of its head are normalized": spec.normalize_head,
         "it has no norm before the head": not spec.final_norm or not spec.head,
         "its head has a transform layer": spec.head_transform,
+        "it has recurrent layers or gated attention": not has_plain_mixers(spec),
         "its experts have biases or non-contiguous rows": not experts_can_transform(spec),
     }
     found = [reason for reason, holds in wrong.items() if holds]

@@ -15,6 +15,11 @@ def experts_can_transform(spec: ModelSpec) -> bool:
     return in_rows and "moe.down" not in spec.biases
 
 
+def has_plain_mixers(spec: ModelSpec) -> bool:
+    """Return True if all layers are attention whose output is linear in the values."""
+    return not spec.is_recurrent and not spec.output_gate
+
+
 def norm_readers(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
     """Return our names of the norms before sublayers and head -> the matrices that read them.
 

@@ -1,0 +1,100 @@
+"""Causal convolution on the CPU: 16 channels in the lanes of a vector, row by row.
+
+Threads divide the channels, so that a batch of one long and many short sequences keeps all of them
+busy.  Taps and state are stored channel by channel; they are transposed into scratch memory for
+each group of 16 channels: 16 (2 K - 1) numbers, against 16 K products of each row.
+"""
+
+from __future__ import annotations
+
+from nbflow_kernels.activation.cpu import times_logistic
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import hold, parallel_for
+from nbflow_kernels.cpu.simd_memory import (
+    address_of,
+    allocate,
+    load_first,
+    read_f32,
+    read_i32,
+    release,
+    store_first,
+    write_f32,
+)
+
+_SILU_COST = 16  # multiply-adds per element, for the decision to use more than one thread
+
+
+def causal_conv1d(x, weight, bias, state, indptr, state_indices, silu, out):
+    """See `nbflow_kernels.causal_conv1d`."""
+    hold(x, weight, bias, state, indptr, state_indices, out)
+    T, C = x.shape
+    K = weight.shape[1]
+    parallel_for(
+        _causal_conv1d, -(-C // 16), x.size * (K + _SILU_COST * silu),
+        address_of(x), x.strides[0] if T else 0, address_of(weight),
+        0 if bias is None else address_of(bias), address_of(state), address_of(indptr),
+        address_of(state_indices), address_of(out), out.strides[0] if T else 0,
+        len(state_indices), C, K, silu,
+    )  # fmt: skip
+
+
+@jit.device_function
+def _transpose(rows, n_rows, n_columns, to):
+    """Copy up to 16 rows of numbers to columns of 16 numbers at `to`."""
+    for row in range(n_rows):
+        for column in range(n_columns):
+            write_f32(to + 64 * column + 4 * row, read_f32(rows + 4 * (row * n_columns + column)))
+
+
+@jit.device_function(inline="llvm")
+def _load(at, n):
+    """Load 16 numbers, or the first `n` if `n` is below 16."""
+    return simd.load_f32(at) if n >= 16 else load_first(at, n, 0.0)
+
+
+@jit.device_function
+def _update_state(state, history, x, x_bytes, n_tokens, n_kept, lanes):
+    """Write the last `n_kept` inputs of a sequence, of which `n_tokens` are new, to its state."""
+    for j in range(n_kept):
+        t = n_tokens - n_kept + j
+        source = history + 64 * (t + n_kept) if t < 0 else x + t * x_bytes
+        for lane in range(lanes):
+            write_f32(state + 4 * (lane * n_kept + j), read_f32(source + 4 * lane))
+
+
+@jit.kernel
+def _causal_conv1d(
+    x, x_bytes, weight, bias, state, indptr, state_indices, out, out_bytes, B, C, K, silu,
+    start, stop
+):  # fmt: skip
+    """Convolve groups [start, stop) of 16 channels of all sequences."""
+    taps = allocate(128 * K)
+    history = taps + 64 * K
+    for group in range(start, stop):
+        first = 16 * group
+        lanes = min(C - first, 16)
+        _transpose(weight + 4 * first * K, lanes, K, taps)
+        shift = simd.splat(0.0) if bias == 0 else _load(bias + 4 * first, lanes)
+        for b in range(B):
+            begin = read_i32(indptr + 4 * b)
+            n_tokens = read_i32(indptr + 4 * b + 4) - begin
+            if n_tokens <= 0:
+                continue
+            kept = state + 4 * (read_i32(state_indices + 4 * b) * C + first) * (K - 1)
+            _transpose(kept, lanes, K - 1, history)
+            x_at = x + begin * x_bytes + 4 * first
+            out_at = out + begin * out_bytes + 4 * first
+            for t in range(n_tokens):
+                y = shift
+                for j in range(K):
+                    i = t + j - (K - 1)
+                    source = history + 64 * (t + j) if i < 0 else x_at + i * x_bytes
+                    y = simd.fma(_load(source, lanes), simd.load_f32(taps + 64 * j), y)
+                if silu:
+                    y = times_logistic(y, 1.0, 0.0)
+                if lanes >= 16:
+                    simd.store_f32(out_at + t * out_bytes, y)
+                else:
+                    store_first(out_at + t * out_bytes, lanes, y)
+            _update_state(kept, history, x_at, x_bytes, n_tokens, K - 1, lanes)
+    release(taps)

@@ -1,0 +1,314 @@
+"""The gated delta rule on the CPU: chunks of tokens, 16 columns of the state in a vector.
+
+With a_t = exp(g_t) and c_t the product of the decays of a chunk up to token t, both for each of
+the Dk rows of the state, a chunk of n tokens that begins with the state S is
+
+    L[t, s] = k_t . (c_t / c_s k_s)    for s < t        A[t, s] = q_t . (c_t / c_s k_s)  for s <= t
+    u_t = beta_t (v_t - S^T (c_t k_t) - sum_s L[t, s] u_s)
+    o_t = S^T (c_t q_t) + sum_s A[t, s] u_s
+    S <- c_n S + sum_s (c_n / c_s k_s) u_s^T
+
+(`c_t k_t` etc. row by row).  This is the WY form with the triangular system solved by substitution.
+Keys are decayed token by token (c_t / c_s k_s is the product of c_(t-1) / c_s k_s and a_t), so that
+a quotient of vanishing numbers never occurs.
+
+Of n tokens, S^T is multiplied with 2 n vectors and S is read and written once: with n = 16
+(`_chunk`) these are products of matrices in register tiles, 3 multiply-adds per number of the
+state and token; with n = 1 (`_steps`) they are four operations, and the state is read and written
+for each token.  The `n^2` dot products of L and A are small for n = 16, and the columns of the
+state are independent but for them: threads divide heads and columns, which leaves all bits alone.
+
+A single token works in the caller's state (`direct`).  For more tokens, other dtypes and ragged
+sizes the columns are copied: strips of 16, the rows of a strip contiguous.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nbflow_kernels.cpu import jit, register_tiles, simd
+from nbflow_kernels.cpu.parallel_for import get_num_threads, hold, parallel_for
+from nbflow_kernels.cpu.simd_math import keep_nan
+from nbflow_kernels.cpu.simd_memory import (
+    address_of,
+    allocate,
+    load_first,
+    read_f32,
+    read_i32,
+    release,
+    store_first,
+    write_f32,
+)
+from nbflow_kernels.delta_rule.cpu_state import copy_from_strips, copy_to_strips
+from nbflow_kernels.delta_rule.state import F32, KINDS
+
+CHUNK = 16
+"""Tokens of the chunked form."""
+_EPS = 1e-6  # of the length of queries and keys
+WIDE = register_tiles.has_wide_registers()
+_GROUPS = 4 if WIDE else 2  # strips of a register tile of the step form
+_TOKENS = 16 if WIDE else 4  # vectors, or rows of the state, of a tile of the chunked form
+_PARTS_PER_THREAD = 4  # heads or parts of heads; more of them are divided more evenly
+
+
+def gated_delta_rule(
+    q, k, v, g, beta, state, indptr, state_indices, start_positions, scale, normalize_qk, chunked,
+    out
+):  # fmt: skip
+    """See `nbflow_kernels.gated_delta_rule`."""
+    hold(q, k, v, g, beta, state, indptr, state_indices, start_positions, out)
+    T, Hk, Dk = q.shape
+    _, Hv, Dv = v.shape
+    n_parts, columns = divide_columns(Hv, Dv)
+    rows = [(address_of(a), a.strides[0]) if T else (0, 0) for a in (q, k, v, g, beta, out)]
+    parallel_for(
+        _gated_delta_rule, Hv * n_parts, 4.0 * T * Hv * Dk * Dv,
+        *rows[0], *rows[1], *rows[2], *rows[3], int(g.ndim == 3), *rows[4],
+        address_of(state), KINDS[state.dtype.name], address_of(indptr), address_of(state_indices),
+        0 if start_positions is None else address_of(start_positions), *rows[5],
+        len(state_indices), Hk, Hv, Dk, Dv, n_parts, columns, scale, normalize_qk, chunked,
+    )  # fmt: skip
+
+
+def divide_columns(Hv, Dv):
+    """Return the number of parts of a head's columns, and the columns of a part."""
+    step = 16 * _GROUPS
+    wanted = _ceil_div(_PARTS_PER_THREAD * get_num_threads(), Hv)
+    columns = _ceil_div(_ceil_div(Dv, wanted), step) * step
+    return _ceil_div(Dv, columns), columns
+
+
+def _ceil_div(a, b):
+    return -(-a // b)
+
+
+@jit.device_function(inline="llvm")
+def _load(at, n):
+    """Load 16 numbers, or the first `n` and zeros if `n` is below 16."""
+    return simd.load_f32(at) if n >= 16 else load_first(at, n, 0.0)
+
+
+@jit.device_function
+def _copy_row(at, Dk, factor, normalize, to):
+    """Copy a query or key, times `factor`, divided by its length if wanted; pad it with zeros."""
+    if normalize:
+        squares = simd.splat(0.0)
+        for i in range(0, Dk, 16):
+            x = _load(at + 4 * i, Dk - i)
+            squares = simd.fma(x, x, squares)
+        factor = factor / np.sqrt(simd.sum(squares) + np.float32(_EPS))
+    for i in range(0, Dk, 16):
+        simd.store_f32(to + 4 * i, simd.mul(_load(at + 4 * i, Dk - i), simd.splat(factor)))
+
+
+@jit.device_function
+def _write_decay(g, per_channel, Dk, to):
+    """Write exp(g) for each row of the state."""
+    for i in range(0, Dk, 16):
+        log = _load(g + 4 * i, Dk - i) if per_channel else simd.splat(read_f32(g))
+        simd.store_f32(to + 4 * i, keep_nan(simd.exp(log), log))
+
+
+@jit.device_function
+def _decay_and_multiply(key, decay, k, q, n_bytes, lower, upper):
+    """Decay an earlier key; write its product with `q`, and minus that with `k`."""
+    with_k = with_q = simd.splat(0.0)
+    for i in range(0, n_bytes, 64):
+        decayed = simd.mul(simd.load_f32(key + i), simd.load_f32(decay + i))
+        simd.store_f32(key + i, decayed)
+        with_k = simd.fma(simd.load_f32(k + i), decayed, with_k)
+        with_q = simd.fma(simd.load_f32(q + i), decayed, with_q)
+    write_f32(lower, -simd.sum(with_k))
+    write_f32(upper, simd.sum(with_q))
+
+
+@jit.device_function
+def _prepare(
+    q, q_bytes, k, k_bytes, g, g_bytes, per_channel, n, Dk, scale, normalize, is_chunk,
+    vectors, keys, decays, query, lower, upper
+):  # fmt: skip
+    """Write what the columns of a chunk, or of n steps, share.
+
+    `vectors`: c_t k_t of all tokens, then c_t q_t; `keys`: c_n / c_t k_t; `decays`: c_n in the
+    first row; `lower`: -L, `upper`: A, both (CHUNK, CHUNK).  Steps are chunks of one token, c_t =
+    a_t in row t of `decays`, with A[t, t].
+    """
+    n_bytes = -(-Dk // 16) * 64
+    queries = vectors + (CHUNK if is_chunk else 1) * n_bytes
+    step = n_bytes if is_chunk else 2 * n_bytes  # c_t k_t and c_t q_t of a step are neighbours
+    for t in range(n):
+        key = keys + t * n_bytes
+        _copy_row(k + t * k_bytes, Dk, np.float32(1.0), normalize, key)
+        _copy_row(q + t * q_bytes, Dk, scale, normalize, query)
+        decay = decays + n_bytes * (min(t, 1) if is_chunk else t)
+        _write_decay(g + t * g_bytes, per_channel, Dk, decay)
+        with_q = simd.splat(0.0)
+        for i in range(0, n_bytes, 64):
+            with_q = simd.fma(simd.load_f32(query + i), simd.load_f32(key + i), with_q)
+        write_f32(upper + 4 * (CHUNK + 1) * t, simd.sum(with_q))
+        if is_chunk and t > 0:
+            for s in range(t):
+                at = 4 * (CHUNK * t + s)
+                _decay_and_multiply(
+                    keys + s * n_bytes, decay, key, query, n_bytes, lower + at, upper + at
+                )
+            for i in range(0, n_bytes, 64):
+                c = simd.mul(simd.load_f32(decays + i), simd.load_f32(decay + i))
+                simd.store_f32(decays + i, c)
+            decay = decays
+        for i in range(0, n_bytes, 64):
+            c = simd.load_f32(decay + i)
+            k_at, q_at = vectors + t * step + i, queries + t * step + i
+            simd.store_f32(k_at, simd.mul(c, simd.load_f32(key + i)))
+            simd.store_f32(q_at, simd.mul(c, simd.load_f32(query + i)))
+
+
+@jit.device_function
+def _solve(sums, n, lower, upper, beta, beta_bytes, v, v_bytes, out, out_bytes, lanes, u):
+    """Write u_t of n tokens to `u` and o_t to `out`, given S^T times c_t k_t, then c_t q_t."""
+    for t in range(n):
+        residual = simd.sub(_load(v + t * v_bytes, lanes), simd.load_f32(sums + 64 * t))
+        o = simd.load_f32(sums + 64 * (n + t))
+        for s in range(t):
+            u_s, at = simd.load_f32(u + 64 * s), 4 * (CHUNK * t + s)
+            residual = simd.fma(simd.splat(read_f32(lower + at)), u_s, residual)
+            o = simd.fma(simd.splat(read_f32(upper + at)), u_s, o)
+        residual = simd.mul(residual, simd.splat(read_f32(beta + t * beta_bytes)))
+        simd.store_f32(u + 64 * t, residual)
+        o = simd.fma(simd.splat(read_f32(upper + 4 * (CHUNK + 1) * t)), residual, o)
+        if lanes >= 16:
+            simd.store_f32(out + t * out_bytes, o)
+        else:
+            store_first(out + t * out_bytes, lanes, o)
+
+
+@jit.device_function
+def _chunk(
+    strip, Dk, vectors, keys, decay, lower, upper, beta, beta_bytes, v, v_bytes, out, out_bytes,
+    lanes, sums, u
+):  # fmt: skip
+    """Compute CHUNK tokens for 16 columns of the state, whose rows are contiguous at `strip`."""
+    n_bytes = -(-Dk // 16) * 64
+    like = np.float32(0.0)
+    for t in range(0, 2 * CHUNK, _TOKENS):
+        tile = register_tiles.zero(1, _TOKENS)
+        x = vectors + t * n_bytes
+        for i in range(Dk):
+            tile = register_tiles.step(tile, like, strip + 64 * i, 0, x + 4 * i, n_bytes)
+        register_tiles.store(sums + 64 * t, tile)
+    _solve(sums, CHUNK, lower, upper, beta, beta_bytes, v, v_bytes, out, out_bytes, lanes, u)
+    for i in range(0, n_bytes // 4, _TOKENS):
+        tile = register_tiles.load(1, _TOKENS, strip + 64 * i)
+        tile = register_tiles.scale(tile, decay + 4 * i, 4)
+        for s in range(CHUNK):
+            tile = register_tiles.step(tile, like, u + 64 * s, 0, keys + s * n_bytes + 4 * i, 4)
+        register_tiles.store(strip + 64 * i, tile)
+
+
+@jit.device_function
+def _step(
+    strips, strip_bytes, row_bytes, Dk, vectors, key, decay, upper, beta, v, out, lanes, sums, u
+):  # fmt: skip
+    """Compute one token for a register tile of strips, `strip_bytes` apart."""
+    n_bytes = -(-Dk // 16) * 64
+    like = np.float32(0.0)
+    tile = register_tiles.zero(_GROUPS, 2)
+    for i in range(Dk):
+        at = strips + i * row_bytes
+        tile = register_tiles.step(tile, like, at, strip_bytes, vectors + 4 * i, n_bytes)
+    register_tiles.store(sums, tile)
+    for j in range(_GROUPS):
+        n = lanes - 16 * j
+        if n > 0:
+            residual = simd.sub(_load(v + 64 * j, n), simd.load_f32(sums + 64 * j))
+            residual = simd.mul(residual, simd.splat(read_f32(beta)))
+            simd.store_f32(u + 64 * j, residual)
+            o = simd.load_f32(sums + 64 * (_GROUPS + j))
+            o = simd.fma(simd.splat(read_f32(upper)), residual, o)
+            if n >= 16:
+                simd.store_f32(out + 64 * j, o)
+            else:
+                store_first(out + 64 * j, n, o)
+    for i in range(0, -(-Dk // 4) * 4, 4):
+        for j in range(_GROUPS):
+            at = strips + j * strip_bytes + i * row_bytes
+            rows = register_tiles.load_strided(1, 4, at, row_bytes)
+            rows = register_tiles.scale(rows, decay + 4 * i, 4)
+            rows = register_tiles.step(rows, like, u + 64 * j, 0, key + 4 * i, 4)
+            register_tiles.store_strided(at, row_bytes, rows)
+
+
+@jit.kernel
+def _gated_delta_rule(
+    q, q_bytes, k, k_bytes, v, v_bytes, g, g_bytes, per_channel, beta, beta_bytes, state, kind,
+    indptr, state_indices, positions, out, out_bytes, B, Hk, Hv, Dk, Dv, n_parts, columns, scale,
+    normalize, chunked, start, stop
+):  # fmt: skip
+    """Compute parts [start, stop) of the columns of heads, for all sequences."""
+    n_bytes = -(-Dk // 16) * 64
+    n_strips = -(-min(columns, Dv) // (16 * _GROUPS)) * _GROUPS
+    vectors = allocate((4 * CHUNK + 1) * n_bytes + 64 * CHUNK * 5 + n_strips * 16 * n_bytes)
+    keys = vectors + 2 * CHUNK * n_bytes
+    decays = keys + CHUNK * n_bytes
+    query = decays + CHUNK * n_bytes
+    lower = query + n_bytes
+    upper = lower + 64 * CHUNK
+    sums = upper + 64 * CHUNK
+    u = sums + 128 * CHUNK
+    strips = u + 64 * CHUNK
+    itemsize = 4 if kind == F32 else 2
+    factor = np.float32(scale)
+    for part in range(start, stop):
+        h, first = part // n_parts, part % n_parts * columns
+        width = min(columns, Dv - first)
+        head = h // (Hv // Hk)
+        for b in range(B):
+            begin, end = read_i32(indptr + 4 * b), read_i32(indptr + 4 * b + 4)
+            if begin >= end:
+                continue
+            stored = state + itemsize * (
+                (read_i32(state_indices + 4 * b) * Hv + h) * Dk * Dv + first
+            )
+            direct = (
+                kind == F32 and end - begin == 1 and width % (16 * _GROUPS) == 0 and Dk % 4 == 0
+            )
+            S, strip_bytes, row_bytes = stored, 64, 4 * Dv
+            if not direct:
+                S, strip_bytes, row_bytes = strips, 16 * n_bytes, 64
+                copy_to_strips(stored, kind, itemsize * Dv, Dk, width, n_strips, strips)
+            position = 0 if positions == 0 else read_i32(positions + 4 * b)
+            t = begin
+            while t < end:
+                border = (position + t - begin) % CHUNK
+                is_chunk = chunked and border == 0 and end - t >= CHUNK
+                n = CHUNK if is_chunk else min(end - t, CHUNK - border)
+                _prepare(
+                    q + t * q_bytes + 4 * head * Dk, q_bytes, k + t * k_bytes + 4 * head * Dk,
+                    k_bytes, g + t * g_bytes + 4 * h * (Dk if per_channel else 1), g_bytes,
+                    per_channel, n, Dk, factor, normalize, is_chunk, vectors, keys, decays, query,
+                    lower, upper,
+                )  # fmt: skip
+                beta_at = beta + t * beta_bytes + 4 * h
+                v_at = v + t * v_bytes + 4 * (h * Dv + first)
+                out_at = out + t * out_bytes + 4 * (h * Dv + first)
+                if is_chunk:
+                    for j in range(0, width, 16):
+                        _chunk(
+                            S + j // 16 * strip_bytes, Dk, vectors, keys, decays, lower, upper,
+                            beta_at, beta_bytes, v_at + 4 * j, v_bytes, out_at + 4 * j, out_bytes,
+                            width - j, sums, u,
+                        )  # fmt: skip
+                else:
+                    for j in range(0, width, 16 * _GROUPS):
+                        for i in range(n):
+                            _step(
+                                S + j // 16 * strip_bytes, strip_bytes, row_bytes, Dk,
+                                vectors + 2 * i * n_bytes, keys + i * n_bytes,
+                                decays + i * n_bytes, upper + 4 * (CHUNK + 1) * i,
+                                beta_at + i * beta_bytes, v_at + i * v_bytes + 4 * j,
+                                out_at + i * out_bytes + 4 * j, width - j, sums, u,
+                            )  # fmt: skip
+                t += n
+            if not direct:
+                copy_from_strips(strips, kind, itemsize * Dv, Dk, width, stored, sums)
+    release(vectors)

@@ -1,0 +1,140 @@
+"""Gates: products with an activation of another array, and decays of recurrent states.
+
+Gates of attention outputs, of recurrent layers and of short convolutions are columns of other
+arrays than what they multiply; `nbflow_kernels.glu` is for two halves of one array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.arrays import check_array, check_together, is_cuda, output_array
+from nbflow_kernels.errors import unknown_name
+from nbflow_kernels.gating import cpu, cuda
+
+__all__ = ["gated_product", "log_decay"]
+
+
+def gated_product(
+    gate: NDArray[np.float32],
+    x: NDArray[np.float32],
+    activation: str = "sigmoid",
+    out: NDArray[np.float32] | None = None,
+) -> Any:
+    r"""Multiply each element by an activation of its gate.
+
+    .. math:: y_{ti} = f(\mathrm{gate}_{ti}) \, x_{ti}
+
+    Parameters
+    ----------
+    gate : array of float32, shape (T, I)
+        Gates.  Rows may be strided (a slice of columns of a wider matrix).  A NumPy array runs on
+        the CPU; an array on a CUDA device runs there.
+    x : array of float32, shape (T, I)
+        Factors; rows may be strided.
+    activation : {"sigmoid", "silu", "identity"}
+        Function f.
+    out : array of float32, shape (T, I), optional
+        Output array; rows may be strided.  It may be `x` or `gate` itself.
+
+    Returns
+    -------
+    array of float32, shape (T, I)
+        `out` if given, else a new array on the device of `gate`.
+
+    Raises
+    ------
+    UsageError
+        If the shapes differ, or the activation is unknown.
+    TypeError
+        If an array is not of float32.
+
+    See Also
+    --------
+    nbflow_kernels.glu : For gate and factor in one array.
+
+    References
+    ----------
+    .. [1] Z. Qiu et al., "Gated Attention for Large Language Models", arXiv:2505.06708.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import gated_product
+    >>> gates, x = np.array([[0.0, 2.0]], np.float32), np.array([[4.0, 3.0]], np.float32)
+    >>> gated_product(gates, x).round(4)
+    array([[2.    , 2.6424]], dtype=float32)
+    >>> gated_product(gates, x, "identity")
+    array([[0., 6.]], dtype=float32)
+    """
+    check_together(gate=gate, x=x, out=out)
+    check_array("gate", gate, (None, None), rows=True)
+    check_array("x", x, gate.shape, rows=True)
+    if activation not in cpu.GATES:
+        raise unknown_name("activation", activation, cpu.GATES)
+    if out is not x and out is not gate:
+        out = output_array(x, gate.shape, out, rows=True)
+    variant: Any = cuda if is_cuda(gate) else cpu
+    variant.gated_product(gate, x, activation, out)
+    return out
+
+
+def log_decay(
+    x: NDArray[np.float32],
+    rate: NDArray[np.float32],
+    bias: NDArray[np.float32],
+    out: NDArray[np.float32] | None = None,
+) -> Any:
+    r"""Return the logarithms of the decays of a recurrent state, for `gated_delta_rule`.
+
+    .. math:: g_{th} = r_h \, \log(1 + e^{x_{th} + b_h})
+
+    Parameters
+    ----------
+    x : array of float32, shape (T, H)
+        Projection of the tokens; rows may be strided.  A NumPy array runs on the CPU; an array on
+        a CUDA device runs there.
+    rate : array of float32, shape (H,)
+        Decay rate of each head, negative: ``-exp(A_log)`` of a checkpoint.
+    bias : array of float32, shape (H,)
+        Added to `x`.
+    out : array of float32, shape (T, H), optional
+        Output array; rows may be strided.  It may be `x` itself.
+
+    Returns
+    -------
+    array of float32, shape (T, H)
+        `out` if given, else a new array on the device of `x`.
+
+    Raises
+    ------
+    UsageError
+        If a shape does not fit.
+    TypeError
+        If an array is not of float32.
+
+    References
+    ----------
+    .. [1] S. Yang, J. Kautz and A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta
+       Rule", arXiv:2412.06464, section 3.4; the form of the decay is Mamba-2's.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import log_decay
+    >>> rate, zero = np.array([-2.0], np.float32), np.zeros((1, 1), np.float32)
+    >>> log_decay(zero, rate, zero[0]).round(4)
+    array([[-1.3863]], dtype=float32)
+    """
+    check_together(x=x, rate=rate, bias=bias, out=out)
+    check_array("x", x, (None, None), rows=True)
+    for name, vector in (("rate", rate), ("bias", bias)):
+        check_array(name, vector, x.shape[1:])
+    if out is not x:
+        out = output_array(x, x.shape, out, rows=True)
+    variant: Any = cuda if is_cuda(x) else cpu
+    variant.log_decay(x, rate, bias, out)
+    return out

@@ -1,0 +1,76 @@
+"""Gates on the CPU: row by row, 16 columns at a time."""
+
+from __future__ import annotations
+
+from nbflow_kernels.activation.cpu import ACTIVATIONS, activated
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import hold, parallel_for
+from nbflow_kernels.cpu.simd_math import softplus
+from nbflow_kernels.cpu.simd_memory import address_of, load_first, store_first
+
+IDENTITY = -1
+GATES = {"sigmoid": ACTIVATIONS["sigmoid"], "silu": ACTIVATIONS["silu"], "identity": (-1, 0.0, 0.0)}
+_COST = 16  # multiply-adds per element, for the decision to use more than one thread
+
+
+def gated_product(gate, x, activation, out):
+    """See `nbflow_kernels.gated_product`."""
+    hold(gate, x, out)
+    T, width = out.shape
+    parallel_for(
+        _gated_product, T, T * width * _COST,
+        address_of(gate), gate.strides[0], address_of(x), x.strides[0],
+        address_of(out), out.strides[0], width, *GATES[activation],
+    )  # fmt: skip
+
+
+def log_decay(x, rate, bias, out):
+    """See `nbflow_kernels.log_decay`."""
+    hold(x, rate, bias, out)
+    T, width = out.shape
+    parallel_for(
+        _log_decay, T, T * width * 2 * _COST,
+        address_of(x), x.strides[0], address_of(rate), address_of(bias),
+        address_of(out), out.strides[0], width,
+    )  # fmt: skip
+
+
+@jit.device_function(inline="llvm")
+def _load(at, n):
+    """Load 16 numbers, or the first `n` if `n` is below 16."""
+    return simd.load_f32(at) if n >= 16 else load_first(at, n, 0.0)
+
+
+@jit.device_function(inline="llvm")
+def _store(at, n, v):
+    """Store 16 numbers, or the first `n` if `n` is below 16."""
+    if n >= 16:
+        simd.store_f32(at, v)
+    else:
+        store_first(at, n, v)
+
+
+@jit.kernel
+def _gated_product(
+    gate, gate_bytes, x, x_bytes, out, out_bytes, width, code, linear, cubic, start, stop
+):
+    """Compute rows [start, stop)."""
+    for t in range(start, stop):
+        for i in range(0, width, 16):
+            n = width - i
+            v = _load(gate + t * gate_bytes + 4 * i, n)
+            if code != IDENTITY:
+                v = activated(v, code, linear, cubic)
+            v = simd.mul(v, _load(x + t * x_bytes + 4 * i, n))
+            _store(out + t * out_bytes + 4 * i, n, v)
+
+
+@jit.kernel
+def _log_decay(x, x_bytes, rate, bias, out, out_bytes, width, start, stop):
+    """Compute rows [start, stop)."""
+    for t in range(start, stop):
+        for i in range(0, width, 16):
+            n = width - i
+            v = simd.add(_load(x + t * x_bytes + 4 * i, n), _load(bias + 4 * i, n))
+            v = simd.mul(_load(rate + 4 * i, n), softplus(v))
+            _store(out + t * out_bytes + 4 * i, n, v)

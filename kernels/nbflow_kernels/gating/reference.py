@@ -1,0 +1,24 @@
+"""Gated products in NumPy float64, as in the formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.activation import reference as activations
+
+
+def gated_product(gate: Any, x: Any, activation: str = "sigmoid") -> NDArray[np.float64]:
+    """See `nbflow_kernels.gated_product`."""
+    gates = np.asarray(gate, np.float64)
+    if activation != "identity":
+        gates = getattr(activations, activation)(gates)
+    return gates * np.asarray(x, np.float64)
+
+
+def log_decay(x: Any, rate: Any, bias: Any) -> NDArray[np.float64]:
+    """See `nbflow_kernels.log_decay`."""
+    rate, bias = np.asarray(rate, np.float64), np.asarray(bias, np.float64)
+    return np.asarray(rate * np.logaddexp(0.0, np.asarray(x, np.float64) + bias))

@@ -1,0 +1,71 @@
+"""Mamba-1 on the CPU: 16 channels of a sequence in the lanes, step by step.
+
+Every channel and state has a decay for each token, so there are no products to be had from a
+chunk: a step takes N exponentials per channel.  The state of 16 channels is transposed to scratch
+memory (16 N float32: a cache of the first level holds it) and stays there for the whole sequence.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nbflow_kernels.cpu import jit, simd, simd_memory
+from nbflow_kernels.cpu.parallel_for import hold, parallel_for
+from nbflow_kernels.cpu.simd_memory import address_of, read_f32, read_i32
+from nbflow_kernels.state_space.cpu_chunks import lanes_to_rows, load, rows_to_lanes, store
+from nbflow_kernels.state_space.cpu_mamba2 import LIKE, optional, time_step
+
+_COST = 20.0  # multiply-adds per token and number of the state: most of it the exponential
+
+
+def mamba1_scan(x, dt, a, b, c, state, indptr, state_indices, d, dt_bias, dt_softplus, out):
+    """See `nbflow_kernels.mamba1_scan`; `indptr` and the indices are read when the kernel runs."""
+    T, C = x.shape
+    N, B = b.shape[1], len(indptr) - 1
+    hold(x, dt, a, b, c, state, indptr, state_indices, d, dt_bias, out)
+    parallel_for(
+        _scan, B * -(-C // 16), _COST * T * C * N,
+        address_of(x), x.strides[0], address_of(dt), dt.strides[0], address_of(a),
+        address_of(b), b.strides[0], address_of(c), c.strides[0], address_of(state),
+        address_of(indptr), address_of(state_indices), *optional(d), *optional(dt_bias),
+        bool(dt_softplus), address_of(out), out.strides[0], B, C, N, LIKE,
+    )  # fmt: skip
+
+
+@jit.kernel
+def _scan(
+    x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, state, indptr, indices, d, d_bytes, bias,
+    bias_bytes, use_softplus, out, out_bytes, B, C, N, like, start, stop
+):  # fmt: skip
+    """Compute blocks of 16 channels of sequences [start, stop), counted block by block."""
+    scratch = simd_memory.allocate(2048 + 2 * 64 * N)
+    decays, h = scratch + 2048, scratch + 2048 + 64 * N
+    packed = -1
+    for row in range(start, stop):
+        block, s = row // B, row % B
+        first, end = read_i32(indptr + 4 * s), read_i32(indptr + 4 * s + 4)
+        if first == end:
+            continue
+        channel, n = 16 * block, min(16, C - 16 * block)
+        state_at = state + (read_i32(indices + 4 * s) * C + channel) * N * 4
+        if block != packed:
+            rows_to_lanes(like, a + channel * N * 4, 4 * N, n, N, 16, decays, scratch)
+            packed = block
+        rows_to_lanes(like, state_at, 4 * N, n, N, 16, h, scratch)
+        shift = load(bias + channel * 4, n) if bias_bytes > 0 else simd.splat(0.0)
+        skip = load(d + channel * 4, n) if d_bytes > 0 else simd.splat(0.0)
+        for t in range(first, end):
+            v = load(dt + t * dt_bytes + channel * 4, n)
+            v = time_step(v, shift, use_softplus, -np.inf, np.inf)
+            value = load(x + t * x_bytes + channel * 4, n)
+            added, total = simd.mul(v, value), simd.splat(0.0)
+            b_at, c_at = b + t * b_bytes, c + t * c_bytes
+            for i in range(N):
+                decay = simd.exp(simd.mul(v, simd.load_f32(decays + 64 * i)))
+                new = simd.mul(added, simd.splat(read_f32(b_at + 4 * i)))
+                new = simd.fma(decay, simd.load_f32(h + 64 * i), new)
+                simd.store_f32(h + 64 * i, new)
+                total = simd.fma(new, simd.splat(read_f32(c_at + 4 * i)), total)
+            store(out + t * out_bytes + channel * 4, n, simd.fma(skip, value, total))
+        lanes_to_rows(like, state_at, 4 * N, n, N, 16, h, scratch)
+    simd_memory.release(scratch)

@@ -1,0 +1,169 @@
+"""Mamba-2 on the CPU: a head of a sequence at a time, in chunks and single steps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nbflow_kernels.cpu import jit, simd, simd_memory
+from nbflow_kernels.cpu.parallel_for import hold, parallel_for
+from nbflow_kernels.cpu.simd_math import keep_nan, softplus
+from nbflow_kernels.cpu.simd_memory import address_of, load_first, read_f32, read_i32, write_f32
+from nbflow_kernels.state_space import cpu_chunks
+from nbflow_kernels.state_space.cpu_chunks import CHUNK, STATE, TRANSPOSED, WEIGHT, store
+
+LIKE = np.zeros(1, np.float32)
+"""Type of the numbers in register tiles, and the value of what is not given."""
+
+
+def mamba2_scan(
+    x, dt, a, b, c, state, indptr, state_indices, d, dt_bias, dt_softplus, dt_limits, out
+):
+    """See `nbflow_kernels.mamba2_scan`; `indptr` and the indices are read when the kernels run."""
+    T, H, P = x.shape
+    G, N = b.shape[1:]
+    B = len(indptr) - 1
+    scores = np.empty((T, G, CHUNK) if T >= CHUNK else (0, G, CHUNK), np.float32)
+    hold(x, dt, a, b, c, state, indptr, state_indices, d, dt_bias, out, scores)
+    starts, rows = address_of(indptr), (address_of(b), b.strides[0], address_of(c), c.strides[0])
+    if T >= CHUNK:
+        parallel_for(
+            _chunk_scores, T // CHUNK * G, float(T) * G * N * CHUNK,
+            *rows, address_of(scores), starts, B, G, N, LIKE,
+        )  # fmt: skip
+    parallel_for(
+        _scan, B * H, 3.0 * T * H * P * N,
+        address_of(x), x.strides[0], address_of(dt), dt.strides[0], address_of(a), *rows,
+        address_of(state), starts, address_of(state_indices), *optional(d), *optional(dt_bias),
+        bool(dt_softplus), float(dt_limits[0]), float(dt_limits[1]), address_of(scores),
+        address_of(out), out.strides[0], B, H, P, G, N, LIKE,
+    )  # fmt: skip
+
+
+def optional(array):
+    """Return the address and the stride in bytes of a vector, or of a zero for None."""
+    return (address_of(LIKE), 0) if array is None else (address_of(array), 4)
+
+
+@jit.device_function(inline="llvm")
+def time_step(v, bias, use_softplus, low, high):
+    """Return the time steps of 16 raw ones: bias, softplus, clamping; NaN stays."""
+    v = simd.add(v, bias)
+    if use_softplus:
+        v = softplus(v)
+    return keep_nan(simd.minimum(simd.maximum(v, simd.splat(low)), simd.splat(high)), v)
+
+
+@jit.device_function
+def _time_steps(dt, dt_bytes, n, bias, use_softplus, low, high, to):
+    """Write the time steps of `n` tokens (at most a chunk) of a head to `to`, then to 16 lanes."""
+    for j in range(n):
+        write_f32(to + 4 * j, read_f32(dt + j * dt_bytes))
+    for j in range(n, (n + 15) // 16 * 16):
+        write_f32(to + 4 * j, np.float32(0.0))
+    for at in range(to, to + 4 * n, 64):
+        v = time_step(simd.load_f32(at), simd.splat(bias), use_softplus, low, high)
+        simd.store_f32(at, v)
+
+
+@jit.kernel
+def _chunk_scores(b, b_bytes, c, c_bytes, scores, indptr, B, G, N, like, start, stop):
+    """Write c_i . b_j of chunks [start, stop) of all sequences, those of the groups in turn.
+
+    There are at most as many chunks as the call's rows could hold; rows without one do nothing.
+    """
+    scratch = simd_memory.allocate(1024 + 4 * CHUNK * N)
+    for row in range(start, stop):
+        chunk, g = row // G, row % G
+        t = -1
+        for s in range(B):
+            first, end = read_i32(indptr + 4 * s), read_i32(indptr + 4 * s + 4)
+            n_chunks = (end - first) // CHUNK
+            if t < 0 and chunk < n_chunks:
+                t = first + chunk * CHUNK
+            chunk -= n_chunks
+        if t >= 0:
+            at = 4 * g * N
+            cpu_chunks.scores(
+                like, c + t * c_bytes + at, c_bytes, b + t * b_bytes + at, b_bytes, N, scratch,
+                scores + (t * G + g) * 4 * CHUNK, G * 4 * CHUNK,
+            )  # fmt: skip
+    simd_memory.release(scratch)
+
+
+@jit.device_function
+def _steps(
+    x, x_bytes, weights, n, log_decay, b, b_bytes, c, c_bytes, state, P, N, skip, out, out_bytes
+):
+    """Compute `n` tokens one after the other, row by row of the state (P, N)."""
+    whole, rest = N - N % 16, N % 16
+    for p in range(P):
+        row = state + p * N * 4
+        for t in range(n):
+            weight = read_f32(weights + 4 * t)
+            value = read_f32(x + t * x_bytes + 4 * p)
+            decay = cpu_chunks.decay_factor(simd.splat(log_decay * weight))
+            added, total = simd.splat(weight * value), simd.splat(0.0)
+            b_at, c_at = b + t * b_bytes, c + t * c_bytes
+            for i in range(0, 4 * whole, 64):
+                v = simd.mul(added, simd.load_f32(b_at + i))
+                v = simd.fma(decay, simd.load_f32(row + i), v)
+                simd.store_f32(row + i, v)
+                total = simd.fma(v, simd.load_f32(c_at + i), total)
+            if rest > 0:
+                i = 4 * whole
+                v = simd.mul(added, load_first(b_at + i, rest, 0.0))
+                v = simd.fma(decay, load_first(row + i, rest, 0.0), v)
+                store(row + i, rest, v)
+                total = simd.fma(v, load_first(c_at + i, rest, 0.0), total)
+            y = simd.fma(simd.splat(skip), simd.splat(value), simd.splat(simd.sum(total)))
+            write_f32(out + t * out_bytes + 4 * p, simd.max(y))  # 16 equal lanes
+
+
+@jit.kernel
+def _scan(
+    x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, state, indptr, indices, d, d_bytes, bias,
+    bias_bytes, use_softplus, low, high, scores, out, out_bytes, B, H, P, G, N, like, start, stop
+):  # fmt: skip
+    """Compute heads [start, stop) of sequences, counted head by head.
+
+    A sequence's tokens go in chunks from its first token on, what remains in steps.
+    """
+    scratch = simd_memory.allocate(cpu_chunks.scratch_bytes(P, N))
+    for row in range(start, stop):
+        h, s = row // B, row % B
+        t, end = read_i32(indptr + 4 * s), read_i32(indptr + 4 * s + 4)
+        g, state_at = h // (H // G), state + (read_i32(indices + 4 * s) * H + h) * P * N * 4
+        log_decay, skip = read_f32(a + 4 * h), read_f32(d + d_bytes * h)
+        shift, weights = read_f32(bias + bias_bytes * h), scratch + WEIGHT
+        x_at, y_at = x + 4 * h * P, out + 4 * h * P
+        b_at, c_at = b + 4 * g * N, c + 4 * g * N
+        has_chunks = end - t >= CHUNK
+        if has_chunks:
+            cpu_chunks.rows_to_lanes(
+                like, state_at, 4 * N, P, N, cpu_chunks.LANES, scratch + STATE, scratch + TRANSPOSED
+            )
+        while end - t >= CHUNK:
+            _time_steps(
+                dt + t * dt_bytes + 4 * h, dt_bytes, CHUNK, shift, use_softplus, low, high, weights
+            )
+            cpu_chunks.chunk(
+                like, x_at + t * x_bytes, x_bytes, b_at + t * b_bytes, b_bytes, c_at + t * c_bytes,
+                c_bytes, scores + (t * G + g) * 4 * CHUNK, G * 4 * CHUNK, P, N, log_decay,
+                np.float32(1.0), skip, scratch, y_at + t * out_bytes, out_bytes,
+            )  # fmt: skip
+            t += CHUNK
+        if has_chunks:
+            cpu_chunks.lanes_to_rows(
+                like, state_at, 4 * N, P, N, cpu_chunks.LANES, scratch + STATE, scratch + TRANSPOSED
+            )
+        if t < end:
+            _time_steps(
+                dt + t * dt_bytes + 4 * h, dt_bytes, end - t, shift, use_softplus, low, high,
+                weights,
+            )  # fmt: skip
+            _steps(
+                x_at + t * x_bytes, x_bytes, weights, end - t, log_decay, b_at + t * b_bytes,
+                b_bytes, c_at + t * c_bytes, c_bytes, state_at, P, N, skip, y_at + t * out_bytes,
+                out_bytes,
+            )  # fmt: skip
+    simd_memory.release(scratch)

@@ -1,0 +1,40 @@
+"""Op records that all kinds of sublayers use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbflow.program.records import Op, Operand
+from nbflow.spec.model_spec import ModelSpec
+
+
+def norm(spec: ModelSpec, name: str, source: str, out: str, layer: int | None) -> Op:
+    """Return a norm of the model's kind."""
+    weights = []
+    if spec.norm_weight:
+        weights.append(Operand(f"{name}.weight"))
+        if spec.norm == "layer" and spec.norm_bias:
+            weights.append(Operand(f"{name}.bias"))
+    attrs: dict[str, Any] = {"norm": spec.norm, "eps": spec.norm_eps}
+    if spec.norm_offset:
+        attrs["offset"] = spec.norm_offset
+    return Op("norm", out, (source,), tuple(weights), layer=layer, attrs=attrs)
+
+
+def linear(spec: ModelSpec, i: int, name: str, source: str, out: str) -> Op:
+    """Return the product with a matrix of layer `i`, and its bias if it has one."""
+    prefix = f"layers.{i}.{name}"
+    bias = (Operand(f"{prefix}.bias"),) if name in spec.biases else ()
+    return Op("linear", out, (source,), (Operand(f"{prefix}.weight"),), bias, i)
+
+
+def add(spec: ModelSpec, out: str, source: str, layer: int | None) -> Op:
+    """Return a sum; that of a layer's output is scaled by `ModelSpec.residual_scale`."""
+    scale = spec.residual_scale if out == "x" and layer is not None else 1.0
+    attrs = {} if scale == 1.0 else {"scale": scale}
+    return Op("add", out, (source,), layer=layer, attrs=attrs)
+
+
+def gate(out: str, gate: str, up: str, layer: int, activation: str) -> Op:
+    """Return ``out = activation(gate) * up``."""
+    return Op("gate", out, (gate, up), layer=layer, attrs={"activation": activation})

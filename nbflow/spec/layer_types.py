@@ -1,0 +1,45 @@
+"""Kind of each layer, from what a configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nbflow.spec.architecture import LAYER_KINDS, LayerKind
+from nbflow.spec.family import Family
+from nbflow.spec.fields import FIELDS, MAX_ITEMS, check_field
+from nbflow.utils.safe_repr import shown
+from nbflow.utils.toml_schema import check_value
+from nbflow_kernels.errors import UsageError
+
+
+def types_of(stated: Any, kinds: Sequence[str], n: int, where: str) -> tuple[str, ...]:
+    """Return layer_types from numbers of layers, or n for every n-th layer."""
+    if isinstance(stated, int) and not isinstance(stated, bool):
+        if not 1 <= stated <= MAX_ITEMS:
+            raise UsageError(f"{where}: must be 1..{MAX_ITEMS}, got {shown(stated)}")
+        chosen = set(range(stated - 1, n, stated))
+    else:
+        chosen = set(check_field(stated, where, FIELDS["dense_layers"]))
+    if not chosen <= set(range(n)):
+        raise UsageError(f"{where}: layers must be 0..{n - 1}, got {max(chosen)}")
+    return tuple(kinds[i not in chosen] for i in range(n))
+
+
+def layer_kinds(family: Family, values: Mapping[str, Any], where: str) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer; empty if layer_types has no effect."""
+    types, n = values["layer_types"], values["n_layers"]
+    if values["window"] is None and family.layers.keys() == LAYER_KINDS.keys():
+        return ()
+    for kind in types:
+        check_value(kind, f"{where}: layer_types", tuple(family.layers))
+    if len(types) == 1:
+        types = types * n
+    if types and len(types) != n:
+        raise UsageError(f"{where}: layer_types must have {n} entries, got {len(types)}")
+    return tuple(family.layers[kind] for kind in types)
+
+
+def first_layers(n: int, kinds: Sequence[LayerKind]) -> tuple[int, ...]:
+    """Return a layer of each kind; the first layers may also lack experts that the last has."""
+    return tuple(dict.fromkeys((0, n - 1, *(kinds.index(kind) for kind in dict.fromkeys(kinds)))))
