@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nbflow.checkpoint import codebook_tensors
+from nbflow.checkpoint.codebook_tensors import KINDS
 from nbflow.checkpoint.grouped_tensors import GroupedStorage
 from nbflow.utils.json_file import read_object
 from nbflow.utils.safe_repr import shown
@@ -80,7 +80,7 @@ def awq(table: Mapping[str, Any], at: str) -> GroupedStorage:
 def bitsandbytes(table: Mapping[str, Any], at: str) -> GroupedStorage | None:
     """Read quant_method bitsandbytes; return None for 4 bits, whose tensors describe themselves."""
     if table.get("load_in_4bit") is True:
-        check_keys(table, at, {"bnb_4bit_quant_type": codebook_tensors.KINDS})
+        check_keys(table, at, {"bnb_4bit_quant_type": KINDS})
         return None
     check_keys(table, at, {"load_in_8bit": (True,)}, required=True)
     return GroupedStorage("int8", 8, symmetric=True)

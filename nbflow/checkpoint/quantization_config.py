@@ -41,11 +41,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbflow.checkpoint import fp4_tensors, grouped_config
 from nbflow.checkpoint.codebook_tensors import with_codebooks
 from nbflow.checkpoint.dequantize_scaled import MXFP4_BLOCK, Scaled
+from nbflow.checkpoint.fp4_tensors import NAMES as FP4_METHODS
 from nbflow.checkpoint.fp4_tensors import with_fp4
-from nbflow.checkpoint.grouped_config import check_keys
+from nbflow.checkpoint.grouped_config import awq, bitsandbytes, check_keys, compressed, gptq
 from nbflow.checkpoint.grouped_tensors import GroupedStorage, with_groups
 from nbflow.checkpoint.strided_read import is_contiguous
 from nbflow.checkpoint.weight_file import TensorEntry
@@ -79,7 +79,7 @@ _COMPRESSED = (
     "float-quantized", "naive-quantized", "pack-quantized", "int-quantized",
     "nvfp4-pack-quantized", "mxfp4-pack-quantized",
 )  # fmt: skip
-_GROUPED = {"gptq": grouped_config.gptq, "awq": grouped_config.awq}
+_GROUPED = {"gptq": gptq, "awq": awq}
 _SCALE_TYPES = ("f32", "bf16", "f16", "f8_e8m0")
 _WEIGHT_SCALES = ("_scale_inv", "_scale")
 """Suffixes of the scales of a weight."""
@@ -132,7 +132,7 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
         check_keys(table, at, {"quant_algo": ("FP8", "NVFP4")}, required=True)
         return Quantization("fp8") if table["quant_algo"] == "FP8" else Quantization("modelopt")
     if method == "bitsandbytes":
-        storage = grouped_config.bitsandbytes(table, at)
+        storage = bitsandbytes(table, at)
         return Quantization("grouped" if storage else "codebook", grouped=storage)
     return Quantization("mxfp4" if method == "mxfp4" else "fp8")
 
@@ -196,7 +196,7 @@ def _group(group: Any, format: str, at: str) -> Quantization:
         check_keys(weights, at, {"group_size": (16, 32), "symmetric": (True,), "dynamic": (False,)})
         return Quantization(f"compressed-{'mxfp4' if format.startswith('mx') else 'tensors'}")
     if format in ("pack-quantized", "int-quantized"):
-        return Quantization("grouped", grouped=grouped_config.compressed(weights, format, at))
+        return Quantization("grouped", grouped=compressed(weights, format, at))
     known = {
         "type": ("float",),
         "num_bits": (8,),
@@ -220,7 +220,7 @@ def with_scales(
         return with_groups(entries, quantization.grouped)
     if quantization.format == "codebook":
         return with_codebooks(entries)
-    if quantization.format in fp4_tensors.NAMES:
+    if quantization.format in FP4_METHODS:
         return with_fp4(entries, quantization.format)
     held = {entry.name: entry for entry in entries}
     join = _with_fp8_scales if quantization.format == "fp8" else _with_mxfp4_scales

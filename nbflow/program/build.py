@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbflow.program import recurrent
 from nbflow.program.layer_ops import add, linear, norm
 from nbflow.program.records import Buffer, Op, Operand, Program
+from nbflow.program.recurrent import gated_delta_rule, mamba2, short_conv
+from nbflow.program.recurrent import widths as recurrent_widths
 from nbflow.spec.architecture import LatentSpec
 from nbflow.spec.fields import EXPERT_BIASES
 from nbflow.spec.model_spec import ModelSpec
@@ -57,7 +58,7 @@ def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
         widths |= {"al": H * C, "a": H * spec.value_dim}
     if spec.output_gate:
         widths["ag"] = q_width
-    widths |= recurrent.widths(spec)
+    widths |= recurrent_widths(spec)
     if spec.moe is not None:
         S = spec.moe.shared_size
         widths |= {"router": spec.moe.n_experts, "sgate": S, "sup": S, "sf": S, "s": E}
@@ -281,9 +282,9 @@ def _experts(spec: ModelSpec, i: int, source: str) -> list[Op]:
 
 _MIXERS = {
     "attention": _attention,
-    "short_conv": recurrent.short_conv,
-    "gated_delta_rule": recurrent.gated_delta_rule,
-    "mamba2": recurrent.mamba2,
+    "short_conv": short_conv,
+    "gated_delta_rule": gated_delta_rule,
+    "mamba2": mamba2,
 }
 
 

@@ -142,8 +142,8 @@ def test_scales_that_do_not_fit(tmp_path, tensors, message):
     [
         ("fp8", "quantization_config must be a table, got 'fp8'"),
         (
-            {"quant_method": "gptq"},
-            r"\.quant_method = 'gptq' is not supported; it",
+            {"quant_method": "aqlm"},
+            r"\.quant_method = 'aqlm' is not supported; it",
         ),
         ({}, r"\.quant_method = None"),
         (fp8(weight_block_size=[128]), r"\.weight_block_size must be two numbers above 0"),
@@ -155,7 +155,7 @@ def test_scales_that_do_not_fit(tmp_path, tensors, message):
         (compressed(symmetric=False), r"\.weights\.symmetric = False"),
         (compressed(strategy="token"), r"\.weights\.strategy = 'token'"),
         (compressed(strategy="block"), r"\.weights\.block_structure must be two numbers"),
-        (compressed() | {"format": "pack-quantized"}, r"\.format = 'pack-quantized'"),
+        (compressed() | {"format": "marlin-24"}, r"\.format = 'marlin-24'"),
         (compressed() | {"config_groups": {}}, r"\.config_groups must be a table of groups"),
         (compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, r"sparsity_config\."),
         (compressed() | {"transform_config": {"a": 1}}, "transformed weights are not"),
