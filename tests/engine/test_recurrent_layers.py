@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import nbflow
+from nbflow.executor import overlap
 from nbflow.kv_cache import BlockTable, StateTable
 from nbflow.kv_cache.state_table import ZEROS
 from nbflow.planner.memory_plan import plan_memory
@@ -167,6 +168,16 @@ def test_memory_of_the_states(model):
 def test_groups_that_ranks_cannot_share():
     with pytest.raises(UsageError, match=r"have 1 groups of 64 columns, .* more stages"):
         nbflow.load(FOLDER / "granite4_dense", partition="0&1")
+
+
+def test_halves_of_overlapped_steps_continue_from_each_other(monkeypatch):
+    with np.load(FOLDER / "olmo_hybrid" / "golden.npz") as file:
+        ids, logits = file["ids"], file["logits"]
+    monkeypatch.setattr(overlap, "MIN_TOKENS", 16)
+    monkeypatch.setenv("NBFLOW_OVERLAP", "1")
+    options = {"kv": "f32", "threads": 1, "partition": "0&1"}
+    with nbflow.load(FOLDER / "olmo_hybrid", **options) as model:
+        assert_close(model.logits(ids), logits)
 
 
 def test_transforms_that_need_plain_attention():
