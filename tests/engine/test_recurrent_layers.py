@@ -193,9 +193,11 @@ def test_layer_types_by_numbers():
         ("lfm2", "full_attn_idxs", [1], "conv attention conv conv"),
         ("lfm2", "full_attn_idxs", [4], "layers must be 0..3, got 4"),
         ("lfm2", "none", [], "attention attention attention attention"),
+        ("nemotron_h", "hybrid_override_pattern", "M-*-", "ssm none attention none"),
+        ("nemotron_h", "hybrid_override_pattern", "M-E-", "hybrid_override_pattern: must be"),
         ("qwen3_next", "full_attention_interval", 3, "delta delta attention delta"),
     ):
-        mixers = {"short_conv": "conv", "gated_delta_rule": "delta"}
+        mixers = {"short_conv": "conv", "gated_delta_rule": "delta", "mamba2": "ssm"}
         more = {"moe_intermediate_size": 8, key: stated}
         build = functools.partial(
             build_spec, families()[family], config | more, name="a", where="b"
