@@ -149,12 +149,16 @@ def _state_space_shapes(spec: Architecture) -> Shapes:
     return shapes | {"ssm.norm.weight": (ssm.width,), "ssm.out.weight": (E, ssm.width)}
 
 
+def _no_shapes(spec: Architecture) -> Shapes:
+    return {}
+
+
 MIXER_SHAPES = {
     "attention": _attention_shapes,
     "short_conv": _short_conv_shapes,
     "gated_delta_rule": _delta_shapes,
     "mamba2": _state_space_shapes,
-    "none": lambda spec: {},
+    "none": _no_shapes,
 }
 
 
