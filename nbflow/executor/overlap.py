@@ -5,7 +5,8 @@ half.  Weights are read twice, which is free for compute-bound steps; decode ste
 
 The kernels are batch invariant, so results are the same to the bit.  A half may end within a
 sequence: layer by layer, its keys and values are written before the second half's attention reads
-them.
+them, and its recurrent states updated before the second half's layer continues from them; a prompt
+cut between two chunks of a recurrence has the same bits only if the chunks begin there.
 """
 
 from __future__ import annotations
@@ -167,6 +168,7 @@ def slice_step(step: Step, start: int, stop: int, page_size: int) -> Step:
         n_logits=int(inside[: step.n_logits].sum()),
         cross_pages=cross,
         types=step.types[start:stop],
+        state_rows=step.state_rows[sequences],
     )
 
 

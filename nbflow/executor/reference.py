@@ -292,7 +292,10 @@ class ReferenceExecutor:
         x, b, c = (values[op.inputs[i]] for i in (0, 2, 3))
         x, b, c = self._heads(x, width), self._heads(b, n), self._heads(c, n)
         dt, sequence = values[op.inputs[1]], self._sequence(op, ids)
-        out = state_space.mamba2_scan(x, dt, rate, b, c, *sequence, d=skip, dt_bias=dt_bias)
+        out = state_space.mamba2_scan(
+            x, dt, rate, b, c, *sequence, d=skip, dt_bias=dt_bias,
+            dt_limits=(op.attrs["dt_min"], np.inf),
+        )  # fmt: skip
         return out.reshape(len(ids), -1)
 
     def _gated_norm(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:

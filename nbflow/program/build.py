@@ -112,7 +112,7 @@ def _layer(spec: ModelSpec, i: int) -> list[Op]:
         return [*norms, *_attention(spec, i, "h"), *_feed_forward(spec, i, "h2")]
     ops: list[Op] = []
     kind, place = spec.kind_of(i), spec.norm_place_of(i)
-    sublayers = {"attn": _MIXERS[kind.mixer]}
+    sublayers = {} if kind.mixer == "none" else {"attn": _MIXERS[kind.mixer]}
     if spec.encoder is not None:
         sublayers["cross"] = _cross_attention
     if kind.feed_forward:

@@ -41,7 +41,7 @@ delta_rule    out = gated delta rule; inputs q, k, v, logarithm of the decay, wr
               ``head``: columns of a key
 mamba2        out = state-space recurrence; inputs values, time steps, input and output vectors;
               weights: logarithms of the negative rates, what is added to the time steps, and the
-              weight of the skip connection
+              weight of the skip connection; attr ``dt_min``: least time step
 gated_norm    out = norm of groups of columns of the first input, with the second input as gate;
               attrs ``eps``, ``group_size``, ``gate_first``
 experts       out = weighted sum of the experts that the router chooses; inputs (x, router); weights

@@ -86,7 +86,7 @@ def mamba2(spec: ModelSpec, i: int, source: str) -> list[Op]:
         *(_conv(spec, i, f"ssm.{name}_conv", f"m{name}", f"u{name}", "silu") for name in "xbc"),
         Op(
             "mamba2", "my", ("ux", "mdt", "ub", "uc"), vectors, layer=i,
-            attrs={"state": (ssm.heads, ssm.head_dim, ssm.state_dim)},
+            attrs={"state": (ssm.heads, ssm.head_dim, ssm.state_dim), "dt_min": ssm.dt_min},
         ),
         Op("gated_norm", "my", ("my", "mz"), of_norm, layer=i, attrs=attrs),
         linear(spec, i, "ssm.out", "my", "o"),

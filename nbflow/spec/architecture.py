@@ -82,7 +82,7 @@ class LatentSpec:
     """Epsilon of the norms of the latent vectors."""
 
 
-Mixer = Literal["attention", "short_conv", "gated_delta_rule", "mamba2"]
+Mixer = Literal["attention", "short_conv", "gated_delta_rule", "mamba2", "none"]
 """Sublayer that mixes the tokens of a sequence."""
 NormPlace = Literal["pre", "post", "sandwich", "output"]
 
@@ -147,6 +147,8 @@ class StateSpaceSpec:
     state_dim: int
     norm_groups: int
     """Groups of columns that the norm of the output normalizes."""
+    dt_min: float = 0.0
+    """Least time step."""
 
     @property
     def width(self) -> int:
@@ -270,7 +272,7 @@ class Architecture:
     @property
     def is_recurrent(self) -> bool:
         """True if some layers have a recurrent state instead of keys and values."""
-        return self.mixers != {"attention"}
+        return not self.mixers <= {"attention", "none"}
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer."""

@@ -122,6 +122,8 @@ def _recurrent_problems(spec: Architecture) -> Iterator[str]:
     for name, wanted in (("causal", True), ("encoder", None), ("residual", "sequential")):
         if getattr(spec, name) != wanted:
             yield f"recurrent layers need {name} = {wanted!r}, got {getattr(spec, name)!r:.80}"
+    if any(kind.mixer == "none" and not kind.feed_forward for kind in spec.layer_kinds):
+        yield "a [layer] table needs a mixer or a feed_forward, got neither"
     if len(spec.layer_kinds) != spec.n_layers:
         yield f"layer_types must have {spec.n_layers} entries, got {len(spec.layer_kinds)}"
     if "mamba2" in spec.mixers:

@@ -250,6 +250,7 @@ FIELDS: dict[str, Field] = {
         int, "Mamba-2: groups of heads that share input and output vectors", 1, most=MAX_HEADS
     ),
     "ssm_state_dim": Field(int, "Mamba-2: numbers of a state per column", 0, most=MAX_WIDTH),
+    "ssm_dt_min": Field(float, "Mamba-2: least time step", 0.0, least=0.0),
     "ssm_norm_groups": Field(
         int, "Mamba-2: groups of columns that the norm of its output normalizes", 1, most=MAX_HEADS
     ),
@@ -388,7 +389,7 @@ FIELDS: dict[str, Field] = {
 
 LAYER_FIELDS: dict[str, Field] = {
     "mixer": Field(
-        ("attention", "short_conv", "gated_delta_rule", "mamba2"),
+        ("attention", "short_conv", "gated_delta_rule", "mamba2", "none"),
         "sublayer that mixes tokens",
         "attention",
     ),

@@ -240,6 +240,8 @@ def _from_config(
         if rule.kinds:
             return types_of(value, rule.kinds, values["n_layers"], f"{where}: {key}")
         if rule.values:
+            if isinstance(value, str) and isinstance(FIELDS[field].kind, list):  # a letter each
+                return _letters(value, rule.values, f"{where}: {_full(config, key)}")
             word = str(value).lower() if isinstance(value, bool | int) else value
             check_value(word, f"{where}: {_full(config, key)}", tuple(rule.values))
             return rule.values[word]
@@ -254,6 +256,15 @@ def _from_config(
     if rule.formula is not None:
         return _computed(field, rule.formula, config, where, values)
     return rule.default
+
+
+def _letters(text: str, values: Mapping[str, Any], where: str) -> tuple[Any, ...]:
+    """Return the value of each letter of a pattern of layers."""
+    if len(text) > MAX_ITEMS:
+        raise UsageError(f"{where}: may have at most {MAX_ITEMS} letters, got {len(text)}")
+    for letter in text:
+        check_value(letter, where, tuple(values))
+    return tuple(item for letter in text for item in values[letter])
 
 
 def _computed(
@@ -424,7 +435,7 @@ def _delta(values: Mapping[str, Any]) -> DeltaSpec | None:
 def _state_space(values: Mapping[str, Any]) -> StateSpaceSpec | None:
     if not values["ssm_heads"]:
         return None
-    parts = ("heads", "head_dim", "groups", "state_dim", "norm_groups")
+    parts = ("heads", "head_dim", "groups", "state_dim", "norm_groups", "dt_min")
     return StateSpaceSpec(**{name: values[f"ssm_{name}"] for name in parts})
 
 

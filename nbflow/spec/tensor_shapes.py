@@ -16,7 +16,7 @@ Shapes = dict[str, tuple[int, ...]]
 def layer_norms(spec: Architecture, layer: int) -> tuple[str, ...]:
     """Return the names of the norms around a layer's sublayers."""
     kind, place = spec.kind_of(layer), spec.norm_place_of(layer)
-    sublayers = ("attn", "ffn") if kind.feed_forward else ("attn",)
+    sublayers = (*["attn"] * (kind.mixer != "none"), *["ffn"] * kind.feed_forward)
     first = ("attn_norm",) if spec.residual == "parallel" else tuple(f"{s}_norm" for s in sublayers)
     after = tuple(f"{s}_post_norm" for s in sublayers)
     if place == "output":
@@ -149,11 +149,16 @@ def _state_space_shapes(spec: Architecture) -> Shapes:
     return shapes | {"ssm.norm.weight": (ssm.width,), "ssm.out.weight": (E, ssm.width)}
 
 
+def _no_shapes(spec: Architecture) -> Shapes:
+    return {}
+
+
 MIXER_SHAPES = {
     "attention": _attention_shapes,
     "short_conv": _short_conv_shapes,
     "gated_delta_rule": _delta_shapes,
     "mamba2": _state_space_shapes,
+    "none": _no_shapes,
 }
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import nbflow
+from nbflow.executor import overlap
 from nbflow.kv_cache import BlockTable, StateTable
 from nbflow.kv_cache.state_table import ZEROS
 from nbflow.planner.memory_plan import plan_memory
@@ -169,6 +170,16 @@ def test_groups_that_ranks_cannot_share():
         nbflow.load(FOLDER / "granite4_dense", partition="0&1")
 
 
+def test_halves_of_overlapped_steps_continue_from_each_other(monkeypatch):
+    with np.load(FOLDER / "olmo_hybrid" / "golden.npz") as file:
+        ids, logits = file["ids"], file["logits"]
+    monkeypatch.setattr(overlap, "MIN_TOKENS", 16)
+    monkeypatch.setenv("NBFLOW_OVERLAP", "1")
+    options = {"kv": "f32", "threads": 1, "partition": "0&1"}
+    with nbflow.load(FOLDER / "olmo_hybrid", **options) as model:
+        assert_close(model.logits(ids), logits)
+
+
 def test_transforms_that_need_plain_attention():
     for quantizer, message in (("awq", "recurrent layers"), ("hadamard", "recurrent layers")):
         with pytest.raises(UsageError, match=message):
@@ -182,9 +193,11 @@ def test_layer_types_by_numbers():
         ("lfm2", "full_attn_idxs", [1], "conv attention conv conv"),
         ("lfm2", "full_attn_idxs", [4], "layers must be 0..3, got 4"),
         ("lfm2", "none", [], "attention attention attention attention"),
+        ("nemotron_h", "hybrid_override_pattern", "M-*-", "ssm none attention none"),
+        ("nemotron_h", "hybrid_override_pattern", "M-E-", "hybrid_override_pattern: must be"),
         ("qwen3_next", "full_attention_interval", 3, "delta delta attention delta"),
     ):
-        mixers = {"short_conv": "conv", "gated_delta_rule": "delta"}
+        mixers = {"short_conv": "conv", "gated_delta_rule": "delta", "mamba2": "ssm"}
         more = {"moe_intermediate_size": 8, key: stated}
         build = functools.partial(
             build_spec, families()[family], config | more, name="a", where="b"

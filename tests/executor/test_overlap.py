@@ -13,7 +13,7 @@ import nbflow
 from nbflow.executor import make_step, overlap
 from nbflow.executor.bind import PythonOp
 from nbflow.executor.overlap import slice_step
-from nbflow.kv_cache import BlockTable
+from nbflow.kv_cache import BlockTable, StateTable
 from nbflow_kernels.errors import UsageError
 
 
@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.parametrize("lengths", [[9], [3, 1, 5], [1, 1, 1, 1], [8, 8]])
 def test_halves_are_the_steps_that_would_be_run_one_after_the_other(lengths, page_size):
     def table() -> BlockTable:
-        made = BlockTable(page_size)
+        made = BlockTable(page_size, states=StateTable())
         for sequence in range(len(lengths)):
             made.add(sequence)
             make_step(made, [sequence], [[7] * (3 + sequence)], [])  # earlier context
@@ -51,7 +51,8 @@ def test_halves_are_the_steps_that_would_be_run_one_after_the_other(lengths, pag
             here = [r - start for r in rows if start <= r < stop]
             wanted = make_step(one_by_one, list(some), list(some.values()), here)
             found = slice_step(step, start, stop, page_size)
-            for name in ("ids", "positions", "batch_indices", "qo_indptr", "logit_rows", "types"):
+            names = "ids", "positions", "batch_indices", "qo_indptr", "logit_rows", "types"
+            for name in (*names, "state_rows", "start_positions"):
                 np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), name)
             for name in ("kv_indptr", "kv_last_page_len", "kv_lens"):
                 a, b = getattr(found.pages, name), getattr(wanted.pages, name)

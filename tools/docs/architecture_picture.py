@@ -64,7 +64,8 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
         (
             ("quantized_matmul", "GEMV, GEMM of", "packed weights"),
             ("attention", "paged, ragged,", "cascade, MLA"),
-            ("matmul · moe", "float products,", "experts"),
+            ("matmul · moe", "float products,", "experts; convolution"),
+            ("linear_attention", "delta_rule · gating", "· state_space"),
             ("norm · activation", "position · embedding", "kv_cache · masks"),
             ("sampling", "logits · penalties", "· sparse"),
         ),

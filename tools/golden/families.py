@@ -246,6 +246,10 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         **FOUR_EVEN, "num_hidden_layers": 3, "tie_word_embeddings": True, "num_dense_layers": 1,
         "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
         "routed_scaling_factor": 1.5, "layer_types": ["conv", "full_attention", "conv"]}),
+    "nemotron_h": ("NemotronH", {
+        **FOUR_EVEN, "num_hidden_layers": 4, "mamba_num_heads": 4, "mamba_head_dim": 16,
+        "n_groups": 2, "ssm_state_size": 18, "layers_block_type": [
+            "linear_attention", "mlp", "full_attention", "mlp"]}),
 }  # fmt: skip
 """Models with recurrent layers: name -> class and configuration."""
 
@@ -385,7 +389,22 @@ def separate_convolutions(model: Any) -> Convert:
 
 TEXT_OF = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
 """Classes whose configuration is called that of the text model."""
+
+
+def pattern_of_letters(model: Any) -> Convert:
+    """Return a conversion of Nemotron-H's kinds of layers to the letters of its configuration."""
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
+
+    def convert(tensors: Tensors, config: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+        kinds = config.pop("layers_block_type")
+        config["hybrid_override_pattern"] = "".join(letters[kind] for kind in kinds)
+        return tensors, config | {"num_hidden_layers": len(kinds)}
+
+    return convert
+
+
 AS_RELEASED: dict[str, Callable[[Any], Convert]] = {
+    "NemotronH": pattern_of_letters,
     "Qwen3_5": nested,
     "OlmoHybrid": separate_convolutions,
 }

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from nbflow.distributed.device import Device
 from nbflow.executor import HOST, CpuExecutor, Step, WeightLoader, make_executor, make_step
 from nbflow.executor.executor import Executor
-from nbflow.kv_cache import BlockTable, make_storage
+from nbflow.kv_cache import BlockTable, StateStorage, make_storage
+from nbflow.kv_cache.state_table import ZEROS
 from nbflow.planner.memory import PAGE_SIZE
 from nbflow.program import build, fuse
 from nbflow.program.records import Op, Program
@@ -89,7 +90,8 @@ class Stage:
         self._weights.operands = list(self._exact)
         spec = program.spec
         xp = np if device.on_host else device
-        self._storage = make_storage(spec, program.layers, PAGE_SIZE, program.n_kv_heads, kv, xp)
+        self._storage = make_storage(spec, program.kv_layers, PAGE_SIZE, program.n_kv_heads, kv, xp)
+        self._states = StateStorage(program.states, xp)
         self._activations = activations
         self._tables: dict[Any, Any] = {} if tables is None else tables
         self._executor = self._bound()
@@ -123,6 +125,7 @@ class Stage:
             self._storage,
             activations=self._activations,
             device=self.device,
+            states=self._states,
         )
         executor.rope_tables = self._tables
         return executor
@@ -207,6 +210,8 @@ class Stage:
             without a head.
         """
         self._storage.ensure(int(step.pages.kv_indices.max()) + 1)
+        self._states.ensure(1)
+        self._states.copy_rows([(ZEROS, 0)])
         if x is not None:
             self._executor.external_rows = x
         self._executor.run(step)

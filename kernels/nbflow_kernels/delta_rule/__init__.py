@@ -97,13 +97,13 @@ def gated_delta_rule(
 
     Notes
     -----
-    On the CPU, 16 tokens whose first position is a multiple of 16 and that are all in this call
-    go through the chunked form (WY representation), which adds in another order than the steps
-    that other tokens take: its bits differ within the tolerance.  So a sequence's bits depend
+    On the CPU, 8 tokens whose first position is a multiple of 8 and that are all in this call go
+    through the chunked form (WY representation), which adds in another order than the steps that
+    other tokens take: its bits differ within the tolerance.  So a sequence's bits depend
 
     - never on other sequences of the batch, heads or threads;
-    - on its division into calls only where a call begins or ends within such 16 tokens.  A prompt
-      in pieces that end at multiples of 16 has the bits of one call;
+    - on its division into calls only where a call begins or ends within such 8 tokens.  A prompt
+      in pieces that end at multiples of 8 has the bits of one call;
     - not at all with ``chunked=False`` and a float32 state.
 
     A 16-bit state is rounded at the end of each call, so that its bits depend on the division.

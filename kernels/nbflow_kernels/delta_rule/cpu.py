@@ -8,14 +8,15 @@ the Dk rows of the state, a chunk of n tokens that begins with the state S is
     o_t = S^T (c_t q_t) + sum_s A[t, s] u_s
     S <- c_n S + sum_s (c_n / c_s k_s) u_s^T
 
-(`c_t k_t` etc. row by row).  This is the WY form with the triangular system solved by substitution.
+(`c_t k_t` etc. row by row; `loops.chunk`).  This is the WY form, its triangular system solved by
+substitution.
 Keys are decayed token by token (c_t / c_s k_s is the product of c_(t-1) / c_s k_s and a_t), so that
 a quotient of vanishing numbers never occurs.
 
-Of n tokens, S^T is multiplied with 2 n vectors and S is read and written once: with n = 16
+Of n tokens, S^T is multiplied with 2 n vectors and S is read and written once: with n = 8
 (`_chunk`) these are products of matrices in register tiles, 3 multiply-adds per number of the
-state and token; with n = 1 (`_steps`) they are four operations, and the state is read and written
-for each token.  The `n^2` dot products of L and A are small for n = 16, and the columns of the
+state and token; with n = 1 (`_step`) they are four operations, and the state is read and written
+for each token.  The `n^2` dot products of L and A are small for n = 8, and the columns of the
 state are independent but for them: threads divide heads and columns, which leaves all bits alone.
 
 A single token works in the caller's state (`direct`).  For more tokens, other dtypes and ragged
@@ -42,8 +43,8 @@ from nbflow_kernels.cpu.simd_memory import (
 from nbflow_kernels.delta_rule.cpu_state import copy_from_strips, copy_to_strips
 from nbflow_kernels.delta_rule.state import F32, KINDS
 
-CHUNK = 16
-"""Tokens of the chunked form."""
+CHUNK = 8
+"""Tokens of the chunked form: with 16, its triangular part costs more than the loads it saves."""
 _EPS = 1e-6  # of the length of queries and keys
 WIDE = register_tiles.has_wide_registers()
 _GROUPS = 4 if WIDE else 2  # strips of a register tile of the step form
@@ -104,9 +105,13 @@ def _copy_row(at, Dk, factor, normalize, to):
 @jit.device_function
 def _write_decay(g, per_channel, Dk, to):
     """Write exp(g) for each row of the state."""
+    log = simd.splat(0.0 if per_channel else read_f32(g))
+    decay = keep_nan(simd.exp(log), log)
     for i in range(0, Dk, 16):
-        log = _load(g + 4 * i, Dk - i) if per_channel else simd.splat(read_f32(g))
-        simd.store_f32(to + 4 * i, keep_nan(simd.exp(log), log))
+        if per_channel:
+            log = _load(g + 4 * i, Dk - i)
+            decay = keep_nan(simd.exp(log), log)
+        simd.store_f32(to + 4 * i, decay)
 
 
 @jit.device_function
@@ -247,13 +252,15 @@ def _gated_delta_rule(
     """Compute parts [start, stop) of the columns of heads, for all sequences."""
     n_bytes = -(-Dk // 16) * 64
     n_strips = -(-min(columns, Dv) // (16 * _GROUPS)) * _GROUPS
-    vectors = allocate((4 * CHUNK + 1) * n_bytes + 64 * CHUNK * 5 + n_strips * 16 * n_bytes)
+    vectors = allocate(
+        (4 * CHUNK + 1) * n_bytes + 8 * CHUNK * CHUNK + 192 * CHUNK + n_strips * 16 * n_bytes
+    )
     keys = vectors + 2 * CHUNK * n_bytes
     decays = keys + CHUNK * n_bytes
     query = decays + CHUNK * n_bytes
     lower = query + n_bytes
-    upper = lower + 64 * CHUNK
-    sums = upper + 64 * CHUNK
+    upper = lower + 4 * CHUNK * CHUNK
+    sums = upper + 4 * CHUNK * CHUNK
     u = sums + 128 * CHUNK
     strips = u + 64 * CHUNK
     itemsize = 4 if kind == F32 else 2

@@ -19,10 +19,10 @@ from nbflow_kernels.delta_rule.state import F16, F32
 def _load(at, kind, n):
     """Load the first `n` of 16 stored numbers; zeros follow."""
     if kind == F32:
-        return load_first(at, n, 0.0)
-    if kind == F16:
-        return load_first_f16(at, n)
-    return load_first_bf16(at, n)
+        return simd.load_f32(at) if n >= 16 else load_first(at, n, 0.0)
+    if n >= 16:  # masked loads of 16 bits are slow without AVX-512
+        return simd.load_f16(at) if kind == F16 else simd.load_bf16(at)
+    return load_first_f16(at, n) if kind == F16 else load_first_bf16(at, n)
 
 
 @jit.device_function
@@ -31,12 +31,14 @@ def _store(at, kind, n, v, narrow):
     if kind == F32:
         store_first(at, n, v)
         return
+    to = at if n >= 16 else narrow
     if kind == F16:
-        store_f16(narrow, v)
+        store_f16(to, v)
     else:
-        store_bf16(narrow, v)
-    for i in range(n):
-        write_u16(at + 2 * i, read_u16(narrow + 2 * i))
+        store_bf16(to, v)
+    if n < 16:
+        for i in range(n):
+            write_u16(at + 2 * i, read_u16(narrow + 2 * i))
 
 
 @jit.device_function
@@ -46,7 +48,7 @@ def copy_to_strips(stored, kind, row_bytes, n_rows, n_columns, n_strips, strips)
     bytes_of_16 = 64 if kind == F32 else 32
     for i in range(padded):
         for j in range(n_strips):
-            lanes = min(n_columns - 16 * j, 16)
+            lanes = n_columns - 16 * j
             v = simd.splat(0.0)
             if i < n_rows and lanes > 0:
                 v = _load(stored + i * row_bytes + j * bytes_of_16, kind, lanes)
@@ -62,10 +64,4 @@ def copy_from_strips(strips, kind, row_bytes, n_rows, n_columns, stored, narrow)
         for j in range(-(-n_columns // 16)):
             v = simd.load_f32(strips + 64 * (j * padded + i))
             at = stored + i * row_bytes + j * bytes_of_16
-            lanes = min(n_columns - 16 * j, 16)
-            if kind == F32 or lanes < 16:
-                _store(at, kind, lanes, v, narrow)
-            elif kind == F16:
-                store_f16(at, v)
-            else:
-                store_bf16(at, v)
+            _store(at, kind, n_columns - 16 * j, v, narrow)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import nbflow_kernels as nk
-from nbflow_kernels.delta_rule import reference
+from nbflow_kernels.delta_rule import loops, reference
 from nbflow_kernels.delta_rule.cpu import CHUNK, divide_columns
 from nbflow_kernels.delta_rule.state import to_floats, to_state
 from nbflow_kernels.errors import UsageError
@@ -110,6 +110,23 @@ def test_definition_is_that_of_qwen3_next() -> None:
         found = function(q, k, v, g, beta, updated, _ints(0, 5), _ints(0), normalize_qk=True)
         np.testing.assert_allclose(found.ravel(), OUTPUT, atol=6e-6)  # printed to 5 digits
         np.testing.assert_allclose(updated.ravel(), STATE, atol=6e-6)
+
+
+def test_chunked_loops_equal_the_steps_of_the_reference(rng: np.random.Generator) -> None:
+    inputs = {name: a.astype(float) for name, a in _inputs(rng, CHUNK, per_channel=True).items()}
+    inputs["k"] /= 5.0
+    state = rng.standard_normal((1, 2, 20, 32))
+    by_chunk = state.copy()
+    expected = reference.gated_delta_rule(
+        **inputs, state=state, indptr=_ints(0, CHUNK), state_indices=_ints(0), scale=1.0
+    )
+    for h in range(2):
+        found = loops.chunk(
+            inputs["q"][:, 0], inputs["k"][:, 0], inputs["v"][:, h], np.exp(inputs["g"][:, h]),
+            inputs["beta"][:, h], by_chunk[0, h],
+        )  # fmt: skip
+        np.testing.assert_allclose(found, expected[:, h], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(by_chunk, state, rtol=1e-12, atol=1e-12)
 
 
 def test_infinite_decay_forgets_and_nan_spreads(rng: np.random.Generator) -> None:
