@@ -402,8 +402,8 @@ class WeightLoader:
         parallel_chunks(read, shape[0], max(1, _CHUNK_BYTES // row_bytes))
         return out.view(STORED_FLOATS[dtype])
 
-    def _stored_rows(self, operand: Operand, _: Any, out: np.ndarray) -> None:
-        """Read rows as stored bytes."""
+    def _stored_rows(self, operand: Operand, format: Any, out: np.ndarray) -> None:
+        """Read rows as stored bytes, which are in the format."""
         read_operand_rows(self._program.spec, self._file, operand, out)
 
     def _quantized_rows(self, operand: Operand, format: Any, out: np.ndarray) -> None:

@@ -82,7 +82,7 @@ def word_field(field: Field) -> WordField | None:
     """Return the constants for `read_8_codes`, or None if 8 codes do not lie in 8 bytes."""
     if field.radix or field.n % 8 or field.bits > 8 or len(field.planes) > 3:
         return None
-    planes = []
+    planes: list[WordPlane] = []
     for plane in field.planes:
         group = plane.stride * plane.per_group
         together = plane.stride % 8 == 0 or (group == plane.step == 1)
