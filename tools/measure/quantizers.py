@@ -106,7 +106,9 @@ def measure(
     }
     if peer:
         calls["ggml"] = lambda x: ggml.quantize(x, name, weight)
-    slow = max(seconds(lambda c=c: c(some)) for c in list(calls.values()) * 2)  # compiles as well
+    for call in calls.values():  # compiles
+        call(some)
+    slow = max(seconds(lambda call=call: call(some)) for call in calls.values())
     used = x if slow < 0.1 else some
     times: dict[str, list[float]] = {key: [] for key in calls}
     for _ in range(n_repeats):
