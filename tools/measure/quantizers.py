@@ -7,8 +7,9 @@ LIBRARY is a shared libggml-base of llama.cpp, whose ``ggml_quantize_chunk`` is 
 the rows in N threads.  Timed are the conversions of a float32 matrix in memory, Gaussian with
 standard deviation 0.02: `nbflow_kernels.quantize` with both quantizers, its checks included, and
 GGML's.  Types that GGML does not quantize without importance get ones, on both sides.  Medians over
-the repeats, in million weights per second; `ratio` is the median over repeats of the ratio of
-"reference" to GGML.  `same_bytes` compares the two.
+the repeats, in million weights per second of processor time of all threads, which other programs
+disturb less than wall time; `ratio` and `search_ratio` are medians of the ratios of "reference" and
+"search" to GGML in one repeat.  `same_bytes` compares "reference" with GGML.
 
 Writes results/quantizers/NAME.json.
 """
@@ -86,10 +87,10 @@ def machine_name() -> str:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Return the wall time of a call."""
-    started = time.perf_counter()
+    """Return the processor time of a call, of all threads."""
+    started = time.process_time()
     call()
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 def measure(
@@ -105,7 +106,9 @@ def measure(
     }
     if peer:
         calls["ggml"] = lambda x: ggml.quantize(x, name, weight)
-    slow = max(seconds(lambda c=c: c(some)) for c in list(calls.values()) * 2)  # compiles as well
+    for call in calls.values():  # compiles
+        call(some)
+    slow = max(seconds(lambda call=call: call(some)) for call in calls.values())
     used = x if slow < 0.1 else some
     times: dict[str, list[float]] = {key: [] for key in calls}
     for _ in range(n_repeats):
@@ -113,7 +116,7 @@ def measure(
             times[key].append(seconds(lambda call=call: call(used)))
     speed = {key: used.size / np.array(t) / 1e6 for key, t in times.items()}
     row: dict[str, Any] = {
-        f"{key}_mweights_per_s": round(float(np.median(v)), 3) for key, v in speed.items()
+        f"{key}_mweights_per_cpu_s": round(float(np.median(v)), 3) for key, v in speed.items()
     }
     if peer:
         row["ratio"] = round(float(np.median(speed["reference"] / speed["ggml"])), 3)

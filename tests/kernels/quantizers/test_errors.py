@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numba import njit
 
 from nbflow_kernels.cpu.parallel_for import get_num_threads, set_num_threads
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS, dequantize
 from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.quantizers import quantize
+from nbflow_kernels.quantizers.codebook_formats import RULE_MXFP4, RULE_NVFP4
+from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import MOST_TRIALS, RECIPES
+from nbflow_kernels.quantizers.search.two_level_scales import nearest_stored
 from nbflow_kernels.testing.format_table import relative_rmse, sample
 
 BLOCK_FORMATS = [name for name, f in FORMATS.items() if isinstance(f, AffineFormat)]
@@ -128,3 +133,42 @@ def test_number_of_threads_and_repetition_do_not_matter():
         assert quantize(x, "q3").tobytes() == one
     finally:
         set_num_threads(before)
+
+
+def test_the_first_of_zeros_with_two_signs_is_the_published_minimum():
+    """A base of zero has the sign of the first zero in the block, as in GGML's code."""
+    x = np.zeros((2, 32), np.float32)
+    x[0, 0], x[1, 1:] = -0.0, -0.0
+    data = quantize(x, "q4_1", quantizer="reference").data
+    assert data[:, 2:4].view(np.uint16)[:, 0].tolist() == [0x8000, 0]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_weight_that_is_not_finite_is_named_wherever_it_is(value):
+    x = np.zeros((5, 4096), np.float32)  # more than one part of the check
+    x[4, 4095] = value
+    with pytest.raises(UsageError, match=r"got -?(nan|inf) at \[4, 4095\] \(1 such values\)"):
+        quantize(x, "q4")
+
+
+def test_all_trial_scales_of_the_grid_formats_have_a_lane():
+    assert max(2 * recipe.tries + 1 for recipe in RECIPES.values()) <= MOST_TRIALS
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_scale_buckets_lead_to_the_nearest_storable_scale(name):
+    """The nearest number is found from a bucket of float32 bits, not by a search in the table."""
+    rule = {"mxfp4": RULE_MXFP4, "nvfp4": RULE_NVFP4}[name]
+    values = np.concatenate([rule.stored.astype(float), 10 ** np.arange(-40, 39, 0.37)])
+    values = np.unique(np.concatenate([values, np.nextafter(values, 0), values * 1.06]))
+    values = values[values < np.finfo(np.float32).max].astype(np.float32)
+    found = np.zeros(len(values), np.int64)
+
+    @njit
+    def all_of(values, stored, buckets, found):
+        for i in range(len(values)):
+            found[i] = nearest_stored(values[i], stored, buckets)
+
+    all_of(values, rule.stored, rule.buckets, found)
+    distance = np.abs(values.astype(np.float64)[:, None] - rule.stored)
+    assert np.array_equal(distance[np.arange(len(values)), found], distance.min(axis=1))
