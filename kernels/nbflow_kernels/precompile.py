@@ -110,7 +110,8 @@ def _caches(dims: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
 
 def _end_with_caller() -> None:
     """Wait until the caller has ended, which closes the pipe, and exit."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # without a buffer, whose lock would abort the interpreter's end
+        pass
     os._exit(1)
 
 
