@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _Counter(event.Listener):  # type: ignore[misc]
+class _Counter(event.Listener):
     """Number of kernels compiled, without device functions."""
 
     def __init__(self) -> None:
