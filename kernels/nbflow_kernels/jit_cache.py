@@ -256,6 +256,8 @@ class KernelCache(caching.FunctionCache):
         Entries count only for a source with the same modification time.
     """
 
+    _cache_file: KeyedFiles
+
     def __init__(
         self, function: Any, folder: Path, may_save: Callable[[], bool], by_time: bool
     ) -> None:

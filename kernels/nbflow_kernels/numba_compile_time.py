@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.core import ir, types, typing
+from numba.core import ir, types
 from numba.core.types.functions import BaseFunction
 
 CALL_TYPES = "_nbflow_call_types"
@@ -28,15 +28,15 @@ numba_list_vars = ir.Inst._rec_list_vars
 
 def remember_call_types() -> None:
     """Resolve an operator or builtin once for each combination of scalar types."""
-    BaseFunction.get_call_type = _get_call_type
+    BaseFunction.get_call_type = _get_call_type  # type: ignore[method-assign]
 
 
 def skip_atoms() -> None:
     """List the variables of IR statements without visiting strings, numbers and locations."""
-    ir.Inst._rec_list_vars = _list_vars
+    ir.Inst._rec_list_vars = _list_vars  # type: ignore[method-assign]
 
 
-def _get_call_type(self: Any, context: typing.BaseContext, args: Any, kws: Any) -> Any:
+def _get_call_type(self: Any, context: Any, args: Any, kws: Any) -> Any:
     if kws or not all(type(arg) in _SCALARS for arg in args):
         return numba_call_type(self, context, args, kws)
     known = context.__dict__.setdefault(CALL_TYPES, {})

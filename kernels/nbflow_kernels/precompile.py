@@ -95,10 +95,11 @@ def _attention(kinds: tuple[int, int], dims: tuple[int, int]) -> GraphNode:
 
 def _append(kinds: tuple[int, int], dims: tuple[int, int]) -> GraphNode:
     """Return the launch that appends keys and values to the cache, which is not made."""
-    rows = (np.zeros((1, 1, d), np.float32) for d in dims)
+    k, v = (np.zeros((1, 1, d), np.float32) for d in dims)
+    keys, values = _caches(dims)
     token, indptr = np.zeros(1, np.int32), np.zeros(2, np.int32)
     with capture() as seen:
-        append_paged_kv_cache(*rows, token, token, *_caches(dims), token, indptr, "NHD", kinds)
+        append_paged_kv_cache(k, v, token, token, keys, values, token, indptr, "NHD", kinds)
     (call,) = seen.calls
     return call
 
@@ -110,7 +111,8 @@ def _caches(dims: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
 
 def _end_with_caller() -> None:
     """Wait until the caller has ended, which closes the pipe, and exit."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # without a buffer, whose lock would abort the interpreter's end
+        pass
     os._exit(1)
 
 

@@ -171,6 +171,8 @@ def kernel(function: Callable[..., Any] | None = None, *, strict: bool = False) 
 class CachedKernel(CPUDispatcher):
     """Kernel with a `jit_cache.KernelCache`; a copy made by a pickle has none."""
 
+    _cache: Any
+
     def compile(self, sig: Any) -> Any:
         """Compile for a signature, or load from the cache; return the entry point."""
         try:

@@ -12,10 +12,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+from numba.core import event
 
 from nbflow.cli.options import add_model_arguments, is_printing_rank, load_model
 from nbflow.distributed import world
 from nbflow.engine.llm import LLM
+from nbflow_kernels.cpu.jit import CachedKernel
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.jit_cache import cache_root
 
@@ -45,21 +49,33 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.to is not None and cache_root() != arguments.to.absolute():
         return _in_new_process(arguments.to.absolute())
     arguments.model = arguments.model or "tiny_python"
-    before, started = _entries(), time.perf_counter()
-    with load_model(arguments) as model:
+    started, counter = time.perf_counter(), _Counter()
+    with event.install_listener("numba:compile", counter), load_model(arguments) as model:
         if model.participates:
             _generate(model, arguments.n_prompt, arguments.batch)
         prints = is_printing_rank(model)
     if not prints:
         return 0
     seconds = time.perf_counter() - started
-    added = _entries() - before
-    n_bytes = sum(path.stat().st_size for path in _entries())
+    entries = [path.stat().st_size for path in cache_root().rglob("*.nbc")]
     print(
-        f"{len(added)} kernels compiled in {seconds:.1f} s; {cache_root()} holds "
-        f"{len(before | added)}, {n_bytes / 2**20:.1f} MiB"
+        f"{counter.n} kernels compiled in this process; ready after {seconds:.1f} s; "
+        f"{cache_root()} holds {len(entries)} entries, {sum(entries) / 2**20:.1f} MiB"
     )
     return 0
+
+
+class _Counter(event.Listener):
+    """Number of kernels compiled, without device functions."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def on_start(self, event: Any) -> None:
+        self.n += isinstance(event.data["dispatcher"], CachedKernel)
+
+    def on_end(self, event: Any) -> None:
+        pass
 
 
 def _in_new_process(folder: Path) -> int:
@@ -75,10 +91,6 @@ def _in_new_process(folder: Path) -> int:
     command = [sys.executable, "-m", "nbflow", *sys.argv[1:]]
     environment = os.environ | {_VARIABLE: str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(command, env=environment).returncode
-
-
-def _entries() -> set[Path]:
-    return set(cache_root().rglob("*.nbc"))
 
 
 def _generate(model: LLM, n_prompt: int, batch: int) -> None:
