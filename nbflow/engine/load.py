@@ -45,9 +45,9 @@ from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.resolve import ResolvedModel
 from nbflow.tokenization import Tokenizer, load_tokenizer_file
 from nbflow.utils.rank_status import status
+from nbflow_kernels.attention.cpu.precompile import start_helper
 from nbflow_kernels.errors import MissingExtraError, UsageError
 from nbflow_kernels.kv_cache.formats import kv_formats
-from nbflow_kernels.precompile import start_helper
 from nbflow_kernels.quantizers.outliers import check_ratio
 
 

@@ -117,7 +117,7 @@ HELPER = """
 import sys
 from pathlib import Path
 from numba.core import event
-from nbflow_kernels import precompile
+from nbflow_kernels.attention.cpu import precompile
 from nbflow_kernels.attention.cpu.flash_attention import flash_attention
 from nbflow_kernels.cpu.graph import signature_of
 from nbflow_kernels.jit_cache import cache_root

@@ -11,10 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, check_together, is_cuda, output_array
+from nbflow_kernels.arrays import (
+    check_array,
+    check_sequences,
+    check_together,
+    is_cuda,
+    output_array,
+)
 from nbflow_kernels.convolution import cpu, cuda
 from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.sequences import check_sequences
 
 __all__ = ["causal_conv1d"]
 

@@ -29,8 +29,8 @@ from numba.core import codegen, compiler, inline_closurecall
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
-from nbflow_kernels import jit_cache, numba_compile_time
-from nbflow_kernels.cpu import interpreter
+from nbflow_kernels import jit_cache
+from nbflow_kernels.cpu import interpreter, numba_compile_time
 from nbflow_kernels.cpu.fork import in_child, lock_during_fork
 from nbflow_kernels.numba_inlining import share_scopes
 

@@ -12,11 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, check_together, is_cuda, output, overlap
+from nbflow_kernels.arrays import (
+    check_array,
+    check_sequences,
+    check_together,
+    is_cuda,
+    output,
+    overlap,
+)
 from nbflow_kernels.delta_rule import cpu, cuda
 from nbflow_kernels.delta_rule.state import DTYPES
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.sequences import check_sequences
 
 __all__ = ["gated_delta_rule"]
 

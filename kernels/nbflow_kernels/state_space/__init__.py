@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, check_together, is_cuda, output
+from nbflow_kernels.arrays import check_array, check_sequences, check_together, is_cuda, output
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.sequences import check_sequences
 from nbflow_kernels.state_space import cpu, cuda
 from nbflow_kernels.state_space.decays import check_log_decays
 

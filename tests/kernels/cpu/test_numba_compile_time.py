@@ -9,8 +9,10 @@ import pytest
 from numba.core import compiler, ir, types
 from numba.core.registry import cpu_target
 
-from nbflow_kernels import numba_compile_time
-from nbflow_kernels.cpu import jit  # noqa: F401, which installs the shortcuts
+from nbflow_kernels.cpu import (
+    jit,  # noqa: F401, which installs the shortcuts
+    numba_compile_time,
+)
 
 SCALARS = (types.int32, types.uint8, types.int64, types.float32, types.float64, types.boolean)
 OPERATORS = (operator.add, operator.truediv, operator.lt, operator.rshift, operator.eq)

@@ -31,7 +31,7 @@ LONGEST_S = 600.0
 
 _PROGRAM = """import sys
 sys.path[:] = {path!r}
-from nbflow_kernels.precompile import compile_attention
+from nbflow_kernels.attention.cpu.precompile import compile_attention
 compile_attention({kinds!r}, {dims!r})
 """
 _PAGE = 16
