@@ -591,11 +591,10 @@ class Worker:
         moe = self.spec.moe
         shares = dict.fromkeys(("linear", "heads_linear"), 1.0)
         shares["experts"] = moe.top_k / moe.n_experts if moe else 0.0
-        return round(
-            sum(
-                shares[op.kind] * operand_bytes(matrix)
-                for op, operands in zip(self.program.ops, self.weights.operands, strict=True)
-                if op.kind in shares
-                for matrix in operands
-            )
+        read = (
+            shares[op.kind] * operand_bytes(matrix)
+            for op, operands in zip(self.program.ops, self.weights.operands, strict=True)
+            if op.kind in shares
+            for matrix in operands
         )
+        return round(sum(read))
