@@ -272,7 +272,8 @@ class FieldFormat(QuantFormat):
     def _row_floats(self, rows: Bytes) -> tuple[Floats, Floats | None]:
         """Return `d` and `m` of rows (rows, row bytes), float32 (rows, blocks * d per block)."""
         fields = [self.fields[name] for name in self.float_fields if name in self.fields]
-        if all(map(_is_halves, fields)):
+        all_stored = len(fields) == 1 + (self.integer_form.base != "none")
+        if all_stored and self.stored_d_type == "f16" and all(map(_is_halves, fields)):
             found = [_halves(field, rows, self.block_bytes) for field in fields]
             return found[0], found[1] if len(found) > 1 else None
         d, m = self.floats(rows.reshape(-1, self.block_bytes))
