@@ -111,7 +111,7 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
     --------
     >>> fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     >>> read_quantization({"quantization_config": fp8}, "config.json")
-    Quantization(format='fp8', block=(128, 128))
+    Quantization(format='fp8', block=(128, 128), grouped=None)
     """
     key = next((key for key in CONFIG_KEYS if config.get(key) is not None), None)
     if key is None:

@@ -243,6 +243,8 @@ def _comparable(spec: ModelSpec) -> dict[str, Any]:
     facts |= {"rope.theta": spec.rope.theta, "rope.dim": spec.rope.dim}
     facts["rope.scaling"] = _angles(spec.rope, spec.max_context)
     facts["biases"] = sorted(spec.biases)
+    kinds = map(spec.kind_of, range(spec.n_layers))  # `full_layers` says which have windows
+    facts["layer_kinds"] = [dataclasses.replace(kind, window=False) for kind in kinds]
     if spec.position != "alibi":
         del facts["alibi_scaled"]
     if spec.local_rope is not None:
