@@ -31,6 +31,10 @@ COMMANDS = {
     "choices": ("nbflow_experiments.commands.choices", "answer multiple-choice questions"),
     "pull": ("nbflow.cli.commands.pull", "download a model from the Hugging Face Hub"),
     "compare": ("nbflow_experiments.commands.compare", "compare measured points"),
+    "compare-files": (
+        "nbflow_experiments.commands.compare_files",
+        "compare checkpoints of a model with its float32 reference",
+    ),
     "inspect": ("nbflow.cli.commands.inspect", "list the tensors of a weight file"),
     "quantize": ("nbflow.cli.commands.quantize", "write a checkpoint in a weight format"),
     "imatrix": ("nbflow_experiments.commands.imatrix", "collect an importance matrix"),

@@ -34,6 +34,11 @@ class LogitsFile:
         """Return the attributes: model, weights and other facts of the run."""
         return dict(self._file.attrs)
 
+    @property
+    def n_vocab(self) -> int:
+        """Width of the logits."""
+        return int(self._file["logits"].shape[1])
+
     def append(self, logits: np.ndarray, targets: np.ndarray) -> None:
         """Add the logits (n, V) that predict `targets` (n,)."""
         if "logits" not in self._file:
