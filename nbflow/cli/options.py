@@ -28,6 +28,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, optional: str = "") -> 
     )  # fmt: skip
     add_options(parser, LoadOptions)
     _add_kv_sides(parser)
+    add_formats_argument(parser)
+
+
+def add_formats_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the files of weight formats, which `register_formats` executes."""
     parser.add_argument(
         "--formats",
         action="append",
@@ -35,6 +40,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, optional: str = "") -> 
         metavar="FILE",
         help="Python file that registers weight formats; it is executed (repeatable)",
     )
+
+
+def register_formats(arguments: argparse.Namespace) -> None:
+    """Register the weight formats of --formats."""
+    for file in arguments.formats:
+        load_formats(file)
 
 
 def add_kv_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +95,7 @@ def print_plan(arguments: argparse.Namespace) -> bool:
         return False
     if arguments.plan < 1:
         raise UsageError(f"--plan must be at least 1, got {arguments.plan}")
-    for file in arguments.formats:
-        load_formats(file)
+    register_formats(arguments)
     plan = _plan(arguments)
     if world().rank == 0:
         print(plan)
@@ -109,8 +119,7 @@ def load_options(arguments: argparse.Namespace) -> LoadOptions:
 
 def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.LLM:
     """Register the formats of --formats and load the model."""
-    for file in arguments.formats:
-        load_formats(file)
+    register_formats(arguments)
     options = load_options(arguments).replaced(changes)
     can_plan = arguments.partition != "auto" and "/" not in arguments.partition
     if not is_host(arguments.device) and world().rank == 0 and can_plan:

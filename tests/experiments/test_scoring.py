@@ -307,6 +307,12 @@ def test_the_text_beside_a_model_in_a_format_of_the_user(
         nk.unregister_format("nibbles_b32")
         code, _, err = call(capsys, "imatrix", str(model), *words, "-o", str(tmp_path / "i.gguf"))
         assert (code, err) == (0, "")
+        sizes = ["--machine", "rtx4090", "--prompt", "64", "--generate", "8", "--batch", "1"]
+        for command in (["inspect"], ["spec", "--tensors"], ["plan", *sizes]):
+            nk.unregister_format("nibbles_b32")
+            code, out, err = call(capsys, *command, str(model), *words[:2])
+            assert (code, err) == (0, "")
+            assert "nibbles_b32" in out or command[0] != "inspect"
     finally:
         nk.unregister_format("nibbles_b32")
 

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from nbflow.cli.options import add_formats_argument, register_formats
 from nbflow.distributed import world
 from nbflow.spec import resolve
 from nbflow_experiments import backend
@@ -44,7 +45,6 @@ from nbflow_experiments.settings import parse_devices
 from nbflow_experiments.store.json_files import plain
 from nbflow_experiments.store.provenance import describe_launch, now
 from nbflow_experiments.terminal_table import counter
-from nbflow_kernels import load_formats
 from nbflow_kernels.cpu.parallel_for import set_num_threads
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -114,8 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=2048, metavar="N", help="tokens of the text (2048)")
     add("--window", type=int, default=256, metavar="N", help="tokens of a window (256)")
     add("--seed", type=int, default=0, metavar="N", help="which windows of a longer text (0)")
-    add("--formats", action="append", default=[], metavar="FILE",
-        help="Python file that registers weight formats; it is executed (repeatable)")  # fmt: skip
+    add_formats_argument(parser)
     add("--spec", metavar="FILE", help="spec file to use instead of the checkpoint's own")
     add(
         "--device",
@@ -147,8 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("analyze runs in one process; leave mpirun out")
     if arguments.threads is not None:
         set_num_threads(arguments.threads)
-    for file in arguments.formats:
-        load_formats(file)
+    register_formats(arguments)
     with ExitStack() as stack:
         treatments = _treatments(arguments, stack)
         if not treatments and parts != ["kv"]:

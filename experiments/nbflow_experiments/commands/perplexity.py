@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import nbflow
-from nbflow.cli.options import add_model_arguments, is_printing_rank, load_model
+from nbflow.cli.options import (
+    add_model_arguments,
+    is_printing_rank,
+    load_model,
+    register_formats,
+)
 from nbflow.distributed import SelfComm
 from nbflow_experiments import backend
 from nbflow_experiments.scoring.estimates import estimate_perplexity
@@ -31,7 +36,6 @@ from nbflow_experiments.scoring.statistics_table import as_json, statistics, tab
 from nbflow_experiments.scoring.token_scores import Scores
 from nbflow_experiments.scoring.windows import Window, cut
 from nbflow_experiments.store.json_files import plain
-from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 
 REFERENCE: dict[str, Any] = {"weights": "f32", "kv": "f32", "activations": "f32", "outliers": 0.0}
@@ -132,8 +136,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def text_windows(arguments: argparse.Namespace) -> list[Window]:
     """Return the windows of the text that the arguments describe."""
-    for file in arguments.formats:  # the checkpoint, and a tokenizer in it, may need them
-        load_formats(file)
+    register_formats(arguments)  # the checkpoint, and a tokenizer in it, may need them
     path = backend.text_file(arguments.model, arguments.text, arguments.spec)
     text = path.read_text(encoding="utf-8")
     ids, bos = backend.tokenize(arguments.tokenizer or arguments.model, text)

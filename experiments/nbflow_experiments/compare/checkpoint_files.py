@@ -30,6 +30,7 @@ from nbflow_experiments.scoring.score_text import file_reference, model_referenc
 from nbflow_experiments.scoring.statistics_table import as_json, statistics
 from nbflow_experiments.scoring.token_scores import Scores
 from nbflow_experiments.scoring.windows import Window
+from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 
 FLOAT32: dict[str, Any] = {"weights": "f32", "kv": "f32", "activations": "f32"}
@@ -91,12 +92,17 @@ def measure_files(
     reference: Path,
     activations: str,
     threads: int | None,
+    formats: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """Measure checkpoints one after the other, each in a new process."""
+    """Measure checkpoints one after the other, each in a new process.
+
+    `formats` are files of weight formats, which each process executes.
+    """
+    how = activations, threads, tuple(formats)
     for file in files:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context) as pool:
-            task = pool.submit(_measure, file, list(windows), reference, activations, threads)
+            task = pool.submit(_measure, file, list(windows), reference, *how)
             try:
                 yield task.result()
             except BrokenProcessPool:
@@ -104,10 +110,17 @@ def measure_files(
 
 
 def _measure(
-    file: str, windows: list[Window], reference: Path, activations: str, threads: int | None
+    file: str,
+    windows: list[Window],
+    reference: Path,
+    activations: str,
+    threads: int | None,
+    formats: tuple[str, ...],
 ) -> Row:
     """Measure one checkpoint; the program of its process."""
     try:
+        for path in formats:
+            load_formats(path)
         with (
             open_logits(reference) as logits,
             nbflow.load(

@@ -17,7 +17,12 @@ from typing import Any
 
 import nbflow_kernels as nk
 from nbflow.cli.option_arguments import add_options
-from nbflow.cli.options import add_kv_arguments, numbers
+from nbflow.cli.options import (
+    add_formats_argument,
+    add_kv_arguments,
+    numbers,
+    register_formats,
+)
 from nbflow.options import LoadOptions
 from nbflow.planner import (
     Machine,
@@ -82,11 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measure", action="store_true", help="measure this machine and describe it"
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="output of --measure (stdout)")
+    add_formats_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    register_formats(arguments)
     if arguments.measure:
         return _measure(arguments)
     if arguments.model is None:
