@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,28 @@ class Scaled:
         codes = read(self.codes, rows, (columns[0] // 2, columns[1] // 2))
         each = columns[0] // format.block_size, columns[1] // format.block_size
         return mxfp4_blocks(codes, read(self.scales, rows, each))
+
+
+def joined_parts(
+    entries: Sequence[TensorEntry],
+    join: Callable[[TensorEntry], TensorEntry],
+    unused: Sequence[str] = (),
+) -> tuple[list[TensorEntry], list[TensorEntry]]:
+    """Join tensors with the others of their matrix; return those with values, and the rest.
+
+    `join` returns the matrix whose codes a tensor holds, other tensors as they are; `unused` are
+    names of more tensors of a matrix, after that of its module.
+    """
+    values, used = [], set()
+    for entry in entries:
+        joined = join(entry)
+        values.append(joined)
+        if joined.scaled is not None:
+            used |= {part.name for part in joined.scaled.parts} - {joined.name}
+            used |= {joined.name.removesuffix(".weight") + name for name in unused}
+    names = {entry.name for entry in values if entry.scaled is not None}
+    rest = [entry for entry in entries if entry.name in used - names]
+    return [entry for entry in values if entry.name not in used], rest
 
 
 def multiply_scales(

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.checkpoint.dequantize_scaled import MXFP4_BLOCK, Scaled
+from nbflow.checkpoint.dequantize_scaled import MXFP4_BLOCK, Scaled, joined_parts
 from nbflow.checkpoint.weight_file import Read, Span, TensorEntry
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
@@ -83,16 +83,7 @@ def with_fp4(
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
     """Join codes with scales; return the tensors with values, and the others."""
     held = {entry.name: entry for entry in entries}
-    values, used = [], set()
-    for entry in entries:
-        joined = _joined(entry, held, method)
-        values.append(joined)
-        if joined.scaled is not None:
-            used |= {part.name for part in joined.scaled.parts} - {joined.name}
-            used |= {joined.name.removesuffix(".weight") + name for name in _UNUSED} & held.keys()
-    names = {entry.name for entry in values if entry.scaled is not None}
-    others = [held[name] for name in held if name in used and name not in names]
-    return [entry for entry in values if entry.name not in used], others
+    return joined_parts(entries, lambda entry: _joined(entry, held, method), _UNUSED)
 
 
 def _joined(entry: TensorEntry, held: Mapping[str, TensorEntry], method: str) -> TensorEntry:

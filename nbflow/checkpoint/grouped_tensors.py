@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow.checkpoint.dequantize_scaled import joined_parts
 from nbflow.checkpoint.strided_read import is_contiguous
 from nbflow.checkpoint.weight_file import Read, Span, TensorEntry
 from nbflow.utils.safe_repr import shown
@@ -253,17 +254,8 @@ def with_groups(
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
     """Join codes with scales and zero points; return the tensors with values, and the others."""
     held = {entry.name: entry for entry in entries}
-    values, used = [], set()
-    for entry in entries:
-        joined = _join(entry, held, storage)
-        values.append(joined)
-        if isinstance(joined.scaled, GroupedParts):
-            used |= {part.name for part in joined.scaled.parts} - {joined.name}
-            stem = joined.name.removesuffix(".weight")
-            used |= {stem + name for name in (*_UNUSED, _NAMES[storage.layout][3])} & held.keys()
-    names = {entry.name for entry in values if entry.scaled is not None}
-    others = [held[name] for name in held if name in used and name not in names]
-    return [entry for entry in values if entry.name not in used], others
+    unused = (*_UNUSED, _NAMES[storage.layout][3])
+    return joined_parts(entries, lambda entry: _join(entry, held, storage), unused)
 
 
 def _join(

@@ -113,7 +113,7 @@ class PackedLayout:
         multiple = 8 if self.name == "awq" else _WORD
         if not n_rows or not plan.name.endswith(".weight"):
             raise UsageError(
-                f"tensor {plan.name} of shape {plan.shape} is no matrix of one module, which "
+                f"tensor {plan.name} of shape {plan.shape} is not the matrix of one module, as "
                 f"{self.name} stores; write nbflow's own layout (--to {self.format.name})"
             )
         if n_rows % multiple or n_columns % max(multiple, self.format.block_size):

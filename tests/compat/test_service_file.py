@@ -64,7 +64,7 @@ def test_the_strategy_is_that_of_the_file(service):
 
 
 def test_parameters_of_other_strategies(service):
-    """Those that FSD does not have choose a strategy; neutral values do not."""
+    """Parameters that FSD lacks choose another strategy; neutral values do not."""
 
     def text(**body) -> str:
         given = {"prompt": "def f(", "max_tokens": 6, "seed": 3, **body}

@@ -168,7 +168,7 @@ def _runs(process: int) -> bool:
         state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
         return False
-    return state != "Z"  # an orphan that nobody waits for
+    return state != "Z"  # an ended process without a parent
 
 
 @pytest.mark.parametrize("value", ["0"])

@@ -11,7 +11,8 @@ import numpy as np
 from nbflow_kernels.cpu import jit, simd, simd_shuffle
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_math import keep_nan, one_plus_exp, sigmoid
-from nbflow_kernels.cpu.simd_memory import address_of, load_first, store_first
+from nbflow_kernels.cpu.simd_memory import address_of
+from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
 
 LOGISTIC, NORMAL, RELU, RELU2, SIGMOID, CLAMPED = range(6)
 _COST = 16  # multiply-adds per element, for the decision to use more than one thread
@@ -132,12 +133,6 @@ def activated(v, code, linear, cubic):
     return simd.mul(y, y) if code == RELU2 else y
 
 
-@jit.device_function(inline="llvm")
-def _load(at, n):
-    """Load 16 elements, or the first `n` if `n` is below 16."""
-    return simd.load_f32(at) if n >= 16 else load_first(at, n, 0.0)
-
-
 @jit.kernel
 def _activate(
     gate, up, row_bytes, interleaved, out, out_row_bytes, width, code, linear, cubic, start, stop
@@ -150,19 +145,15 @@ def _activate(
             up_at = up + t * row_bytes + i * step
             n = width - i
             if up == 0:
-                v = activated(_load(gate_at, n), code, linear, cubic)
+                v = activated(load_up_to(gate_at, n), code, linear, cubic)
             else:
                 if interleaved:
-                    v, w = _load(gate_at, 2 * n), _load(gate_at + 64, 2 * n - 16)
+                    v, w = load_up_to(gate_at, 2 * n), load_up_to(gate_at + 64, 2 * n - 16)
                     v, w = simd_shuffle.evens(v, w), simd_shuffle.odds(v, w)
                 else:
-                    v, w = _load(gate_at, n), _load(up_at, n)
+                    v, w = load_up_to(gate_at, n), load_up_to(up_at, n)
                 if code == CLAMPED:
                     v = _clamped(v, w, linear, cubic)
                 else:
                     v = simd.mul(activated(v, code, linear, cubic), w)
-            out_at = out + t * out_row_bytes + i * 4
-            if n >= 16:
-                simd.store_f32(out_at, v)
-            else:
-                store_first(out_at, n, v)
+            store_up_to(out + t * out_row_bytes + i * 4, n, v)

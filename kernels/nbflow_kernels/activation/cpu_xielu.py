@@ -5,7 +5,8 @@ from __future__ import annotations
 from nbflow_kernels.cpu import jit, simd, simd_compare
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_math import expm1
-from nbflow_kernels.cpu.simd_memory import address_of, load_first, store_first
+from nbflow_kernels.cpu.simd_memory import address_of
+from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
 
 _COST = 16  # multiply-adds per element, for the decision to use more than one thread
 
@@ -27,12 +28,9 @@ def _xielu(x, out, width, alpha_p, alpha_n, beta, eps, start, stop):
     for t in range(start, stop):
         for i in range(0, width, 16):
             at, n = 4 * (t * width + i), width - i
-            v = simd.load_f32(x + at) if n >= 16 else load_first(x + at, n, 0.0)
+            v = load_up_to(x + at, n)
             positive = simd.mul(v, simd.fma(simd.splat(alpha_p), v, linear))
             power = simd.sub(expm1(simd.minimum(v, simd.splat(eps))), v)
             negative = simd.fma(simd.splat(alpha_n), power, simd.mul(linear, v))
             y = simd_compare.choose(simd_compare.less(zero, v), positive, negative)
-            if n >= 16:
-                simd.store_f32(out + at, y)
-            else:
-                store_first(out + at, n, y)
+            store_up_to(out + at, n, y)

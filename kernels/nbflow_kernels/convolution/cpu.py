@@ -13,13 +13,12 @@ from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_memory import (
     address_of,
     allocate,
-    load_first,
     read_f32,
     read_i32,
     release,
-    store_first,
     write_f32,
 )
+from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
 
 _SILU_COST = 16  # multiply-adds per element, for the decision to use more than one thread
 
@@ -46,12 +45,6 @@ def _transpose(rows, n_rows, n_columns, to):
             write_f32(to + 64 * column + 4 * row, read_f32(rows + 4 * (row * n_columns + column)))
 
 
-@jit.device_function(inline="llvm")
-def _load(at, n):
-    """Load 16 numbers, or the first `n` if `n` is below 16."""
-    return simd.load_f32(at) if n >= 16 else load_first(at, n, 0.0)
-
-
 @jit.device_function
 def _update_state(state, history, x, x_bytes, n_tokens, n_kept, lanes):
     """Write the last `n_kept` inputs of a sequence, of which `n_tokens` are new, to its state."""
@@ -74,7 +67,7 @@ def _causal_conv1d(
         first = 16 * group
         lanes = min(C - first, 16)
         _transpose(weight + 4 * first * K, lanes, K, taps)
-        shift = simd.splat(0.0) if bias == 0 else _load(bias + 4 * first, lanes)
+        shift = simd.splat(0.0) if bias == 0 else load_up_to(bias + 4 * first, lanes)
         for b in range(B):
             begin = read_i32(indptr + 4 * b)
             n_tokens = read_i32(indptr + 4 * b + 4) - begin
@@ -89,12 +82,9 @@ def _causal_conv1d(
                 for j in range(K):
                     i = t + j - (K - 1)
                     source = history + 64 * (t + j) if i < 0 else x_at + i * x_bytes
-                    y = simd.fma(_load(source, lanes), simd.load_f32(taps + 64 * j), y)
+                    y = simd.fma(load_up_to(source, lanes), simd.load_f32(taps + 64 * j), y)
                 if silu:
                     y = times_logistic(y, 1.0, 0.0)
-                if lanes >= 16:
-                    simd.store_f32(out_at + t * out_bytes, y)
-                else:
-                    store_first(out_at + t * out_bytes, lanes, y)
+                store_up_to(out_at + t * out_bytes, lanes, y)
             _update_state(kept, history, x_at, x_bytes, n_tokens, K - 1, lanes)
     release(taps)

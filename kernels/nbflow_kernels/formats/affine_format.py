@@ -112,18 +112,23 @@ class AffineFormat(FieldFormat):
 
     def dequantize_rows(self, data: Bytes, out: Floats) -> None:
         """Write the weights of rows; see `QuantFormat.dequantize_rows`."""
-        step = max(1, CHUNK // max(out.shape[1], 1))
-        for row in range(0, len(data), step):
-            rows = self.integers(data[row : row + step])
-            base = np.full_like(rows.d, -0.0) if rows.m is None else rows.m
-            parallel_for(
-                apply_affine, len(rows.codes), 2.0 * rows.codes.size, rows.codes, base, rows.d,
-                self.zero, out[row : row + step],
-            )  # fmt: skip
+        dequantize_affine(self, data, out)
+
+
+def dequantize_affine(format: FieldFormat, data: Bytes, out: Floats) -> None:
+    """Write base + scale * (code - zero), rounded once, of rows; see `QuantFormat`."""
+    step = max(1, CHUNK // max(out.shape[1], 1))
+    for row in range(0, len(data), step):
+        rows = format.integers(data[row : row + step])
+        base = np.full_like(rows.d, -0.0) if rows.m is None else rows.m
+        parallel_for(
+            _apply, len(rows.codes), 2.0 * rows.codes.size, rows.codes, base, rows.d,
+            format.integer_form.zero, out[row : row + step],
+        )  # fmt: skip
 
 
 @jit.kernel
-def apply_affine(codes, base, scale, zero, out, start, stop):
+def _apply(codes, base, scale, zero, out, start, stop):
     """Write base + scale * (code - zero), rounded once, for rows of codes."""
     block = codes.shape[1] // base.shape[1]
     for row in range(start, stop):

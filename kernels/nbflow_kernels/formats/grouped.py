@@ -32,10 +32,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.cpu.parallel_for import parallel_for
-from nbflow_kernels.formats.affine_format import apply_affine
+from nbflow_kernels.formats.affine_format import dequantize_affine
 from nbflow_kernels.formats.bit_fields import unpack_field
-from nbflow_kernels.formats.block_format import CHUNK, FieldFormat, stored_floats
+from nbflow_kernels.formats.block_format import FieldFormat, stored_floats
 from nbflow_kernels.formats.codec_spec import CodecSpec, Field, FieldTable, Plane
 from nbflow_kernels.formats.registry import Bytes, Floats
 
@@ -121,14 +120,7 @@ class GroupFormat(FieldFormat):
 
     def dequantize_rows(self, data: Bytes, out: Floats) -> None:
         """Write the weights of rows; see `QuantFormat.dequantize_rows`."""
-        step = max(1, CHUNK // max(out.shape[1], 1))
-        for row in range(0, len(data), step):
-            rows = self.integers(data[row : row + step])
-            base = np.full_like(rows.d, -0.0) if rows.m is None else rows.m
-            parallel_for(
-                apply_affine, len(rows.codes), 2.0 * rows.codes.size, rows.codes, base, rows.d,
-                self.form.zero, out[row : row + step],
-            )  # fmt: skip
+        dequantize_affine(self, data, out)
 
 
 @functools.cache

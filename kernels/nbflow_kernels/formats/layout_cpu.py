@@ -396,7 +396,7 @@ def _halves(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def _inexact(d_type: str) -> Misfit:
-    return Misfit("d_type", f"d or m of a block is no number that {d_type} holds")
+    return Misfit("d_type", f"d or m of a block is not exact in {d_type}")
 
 
 @jit.kernel

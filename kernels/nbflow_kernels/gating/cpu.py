@@ -6,7 +6,8 @@ from nbflow_kernels.activation.cpu import ACTIVATIONS, activated
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_math import softplus
-from nbflow_kernels.cpu.simd_memory import address_of, load_first, store_first
+from nbflow_kernels.cpu.simd_memory import address_of
+from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
 
 IDENTITY = -1
 GATES = {"sigmoid": ACTIVATIONS["sigmoid"], "silu": ACTIVATIONS["silu"], "identity": (-1, 0.0, 0.0)}
@@ -35,21 +36,6 @@ def log_decay(x, rate, bias, out):
     )  # fmt: skip
 
 
-@jit.device_function(inline="llvm")
-def _load(at, n):
-    """Load 16 numbers, or the first `n` if `n` is below 16."""
-    return simd.load_f32(at) if n >= 16 else load_first(at, n, 0.0)
-
-
-@jit.device_function(inline="llvm")
-def _store(at, n, v):
-    """Store 16 numbers, or the first `n` if `n` is below 16."""
-    if n >= 16:
-        simd.store_f32(at, v)
-    else:
-        store_first(at, n, v)
-
-
 @jit.kernel
 def _gated_product(
     gate, gate_bytes, x, x_bytes, out, out_bytes, width, code, linear, cubic, start, stop
@@ -58,11 +44,11 @@ def _gated_product(
     for t in range(start, stop):
         for i in range(0, width, 16):
             n = width - i
-            v = _load(gate + t * gate_bytes + 4 * i, n)
+            v = load_up_to(gate + t * gate_bytes + 4 * i, n)
             if code != IDENTITY:
                 v = activated(v, code, linear, cubic)
-            v = simd.mul(v, _load(x + t * x_bytes + 4 * i, n))
-            _store(out + t * out_bytes + 4 * i, n, v)
+            v = simd.mul(v, load_up_to(x + t * x_bytes + 4 * i, n))
+            store_up_to(out + t * out_bytes + 4 * i, n, v)
 
 
 @jit.kernel
@@ -71,6 +57,6 @@ def _log_decay(x, x_bytes, rate, bias, out, out_bytes, width, start, stop):
     for t in range(start, stop):
         for i in range(0, width, 16):
             n = width - i
-            v = simd.add(_load(x + t * x_bytes + 4 * i, n), _load(bias + 4 * i, n))
-            v = simd.mul(_load(rate + 4 * i, n), softplus(v))
-            _store(out + t * out_bytes + 4 * i, n, v)
+            v = simd.add(load_up_to(x + t * x_bytes + 4 * i, n), load_up_to(bias + 4 * i, n))
+            v = simd.mul(load_up_to(rate + 4 * i, n), softplus(v))
+            store_up_to(out + t * out_bytes + 4 * i, n, v)

@@ -10,8 +10,9 @@ import numpy as np
 from nbflow_kernels.cpu import jit, simd, simd_memory
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_memory import address_of, read_f32, read_i32
+from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
 from nbflow_kernels.state_space import cpu_chunks
-from nbflow_kernels.state_space.cpu_chunks import CHUNK, LANES, STATE, WEIGHT, load, store
+from nbflow_kernels.state_space.cpu_chunks import CHUNK, LANES, STATE, WEIGHT
 
 _LIKE = np.zeros(1, np.float32)
 
@@ -39,9 +40,9 @@ def _copy_state(state, D, scratch, to_scratch):
                 at, place = state + 4 * (row * D + i), scratch + 4 * (block * D + row * LANES)
                 place += 4 * (i - block)
                 if to_scratch:
-                    simd.store_f32(place, load(at, n) if n > 0 else simd.splat(0.0))
+                    simd.store_f32(place, load_up_to(at, n) if n > 0 else simd.splat(0.0))
                 elif n > 0:
-                    store(at, n, simd.load_f32(place))
+                    store_up_to(at, n, simd.load_f32(place))
 
 
 @jit.device_function
@@ -53,11 +54,11 @@ def _step(q, k, v, state, D, decay, scale, totals, out):
         key, query = simd.splat(read_f32(k + 4 * row)), simd.splat(read_f32(q + 4 * row))
         for i in range(0, D, 16):
             at, n = state + 4 * (row * D + i), D - i
-            h = simd.fma(decay, load(at, n), simd.mul(key, load(v + 4 * i, n)))
-            store(at, n, h)
+            h = simd.fma(decay, load_up_to(at, n), simd.mul(key, load_up_to(v + 4 * i, n)))
+            store_up_to(at, n, h)
             simd.store_f32(totals + 4 * i, simd.fma(query, h, simd.load_f32(totals + 4 * i)))
     for i in range(0, D, 16):
-        store(out + 4 * i, D - i, simd.mul(simd.load_f32(totals + 4 * i), simd.splat(scale)))
+        store_up_to(out + 4 * i, D - i, simd.mul(simd.load_f32(totals + 4 * i), simd.splat(scale)))
 
 
 @jit.kernel

@@ -7,7 +7,8 @@ import numpy as np
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_math import sigmoid, silu
-from nbflow_kernels.cpu.simd_memory import address_of, load_first, store_first
+from nbflow_kernels.cpu.simd_memory import address_of
+from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
 from nbflow_kernels.norm.cpu import sum_of_squares
 
 ACTIVATIONS = ("silu", "sigmoid")
@@ -34,21 +35,6 @@ def _gate(v, is_silu):
     return silu(v) if is_silu else sigmoid(v)
 
 
-@jit.device_function(inline="llvm")
-def _load(at, n):
-    """Load 16 elements, or the first `n` if `n` is below 16."""
-    return simd.load_f32(at) if n >= 16 else load_first(at, n, 0.0)
-
-
-@jit.device_function(inline="llvm")
-def _store(at, n, v):
-    """Store 16 elements, or the first `n` if `n` is below 16."""
-    if n >= 16:
-        simd.store_f32(at, v)
-    else:
-        store_first(at, n, v)
-
-
 @jit.kernel
 def _gated_rmsnorm(
     x, x_bytes, gate, gate_bytes, weight, weight_group_bytes, out, out_bytes, n_groups, size,
@@ -63,14 +49,14 @@ def _gated_rmsnorm(
         if gate_first:
             for i in range(0, size, 16):
                 n, at = size - i, i * 4
-                v = simd.mul(_load(a + at, n), _gate(_load(g + at, n), is_silu))
-                _store(y + at, n, v)
+                v = simd.mul(load_up_to(a + at, n), _gate(load_up_to(g + at, n), is_silu))
+                store_up_to(y + at, n, v)
             a = y
         mean_square = sum_of_squares(a, size, np.float32(0.0)) / np.float32(size)
         scale = simd.splat(np.float32(1.0) / np.sqrt(mean_square + np.float32(eps)))
         for i in range(0, size, 16):
             n, at = size - i, i * 4
-            v = simd.mul(simd.mul(_load(a + at, n), scale), _load(w + at, n))
+            v = simd.mul(simd.mul(load_up_to(a + at, n), scale), load_up_to(w + at, n))
             if not gate_first:
-                v = simd.mul(v, _gate(_load(g + at, n), is_silu))
-            _store(y + at, n, v)
+                v = simd.mul(v, _gate(load_up_to(g + at, n), is_silu))
+            store_up_to(y + at, n, v)

@@ -31,7 +31,8 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit, register_tiles, simd
 from nbflow_kernels.cpu.simd_math import select
-from nbflow_kernels.cpu.simd_memory import load_first, read_f32, store_first, write_f32
+from nbflow_kernels.cpu.simd_memory import read_f32, write_f32
+from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
 
 CHUNK = 32
 """Tokens of a chunk; the ramp and the two vectors of a mask row rely on it."""
@@ -67,21 +68,6 @@ def rows_at(n_values, n_keys):
 def scratch_bytes(n_values, n_keys):
     """Return the bytes of scratch memory for heads of n_values x n_keys."""
     return rows_at(n_values, n_keys) + 2 * CHUNK * row_bytes(n_keys)
-
-
-@jit.device_function(inline="llvm")
-def load(at, n):
-    """Load 16 elements, or the first `n` if `n` is below 16; the others are 0."""
-    return simd.load_f32(at) if n >= 16 else load_first(at, n, 0.0)
-
-
-@jit.device_function(inline="llvm")
-def store(at, n, v):
-    """Store 16 elements, or the first `n` if `n` is below 16."""
-    if n >= 16:
-        simd.store_f32(at, v)
-    else:
-        store_first(at, n, v)
 
 
 @jit.device_function
@@ -121,7 +107,7 @@ def lanes_to_rows(like, at, row_bytes, n_rows, n_columns, lanes, to, scratch):
             register_tiles.transpose(like, scratch, 64, scratch + 1024)
             corner = at + row * row_bytes + 4 * column
             for i in range(min(16, n_rows - row)):
-                store(corner + i * row_bytes, n, simd.load_f32(scratch + 1024 + 64 * i))
+                store_up_to(corner + i * row_bytes, n, simd.load_f32(scratch + 1024 + 64 * i))
 
 
 @jit.device_function
@@ -195,7 +181,7 @@ def _copy_rows(at, bytes_apart, n_keys, to):
     """Copy the rows of a chunk's b or c to scratch memory."""
     for j in range(CHUNK):
         for i in range(0, n_keys, 16):
-            v = load(at + j * bytes_apart + 4 * i, n_keys - i)
+            v = load_up_to(at + j * bytes_apart + 4 * i, n_keys - i)
             simd.store_f32(to + j * row_bytes(n_keys) + 4 * i, v)
 
 
@@ -207,7 +193,7 @@ def _pack_values(x, x_bytes, n, scratch):
         for g in range(GROUPS):
             v = simd.splat(0.0)
             if n > 16 * g:
-                v = load(x + j * x_bytes + 64 * g, n - 16 * g)
+                v = load_up_to(x + j * x_bytes + 64 * g, n - 16 * g)
             at = scratch + 4 * LANES * j + 64 * g
             simd.store_f32(at + VALUES, v)
             simd.store_f32(at + SCALED, simd.mul(v, after))
@@ -235,7 +221,7 @@ def _results(like, c, c_bytes, n_keys, state, skip, scratch, n, out, out_bytes):
                     at = 4 * LANES * t + 64 * g
                     x = simd.load_f32(scratch + VALUES + 4 * LANES * i + at)
                     y = simd.fma(d, x, simd.load_f32(scratch + RESULT + at))
-                    store(out + (i + t) * out_bytes + 64 * g, n - 16 * g, y)
+                    store_up_to(out + (i + t) * out_bytes + 64 * g, n - 16 * g, y)
 
 
 @jit.device_function

@@ -1,6 +1,6 @@
 """Mamba-1 on the CPU: 16 channels of a sequence in the lanes, step by step.
 
-Every channel and state has a decay for each token, so there are no products to be had from a
+Every channel and state has a decay for each token, so a prompt cannot be computed by products of a
 chunk: a step takes N exponentials per channel.  The state of 16 channels is transposed to scratch
 memory (16 N float32: a cache of the first level holds it) and stays there for the whole sequence.
 """
@@ -12,7 +12,8 @@ import numpy as np
 from nbflow_kernels.cpu import jit, simd, simd_memory
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_memory import address_of, read_f32, read_i32
-from nbflow_kernels.state_space.cpu_chunks import lanes_to_rows, load, rows_to_lanes, store
+from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
+from nbflow_kernels.state_space.cpu_chunks import lanes_to_rows, rows_to_lanes
 from nbflow_kernels.state_space.cpu_mamba2 import LIKE, optional, time_step
 
 _COST = 20.0  # multiply-adds per token and number of the state: most of it the exponential
@@ -52,12 +53,12 @@ def _scan(
             rows_to_lanes(like, a + channel * N * 4, 4 * N, n, N, 16, decays, scratch)
             packed = block
         rows_to_lanes(like, state_at, 4 * N, n, N, 16, h, scratch)
-        shift = load(bias + channel * 4, n) if bias_bytes > 0 else simd.splat(0.0)
-        skip = load(d + channel * 4, n) if d_bytes > 0 else simd.splat(0.0)
+        shift = load_up_to(bias + channel * 4, n) if bias_bytes > 0 else simd.splat(0.0)
+        skip = load_up_to(d + channel * 4, n) if d_bytes > 0 else simd.splat(0.0)
         for t in range(first, end):
-            v = load(dt + t * dt_bytes + channel * 4, n)
+            v = load_up_to(dt + t * dt_bytes + channel * 4, n)
             v = time_step(v, shift, use_softplus, -np.inf, np.inf)
-            value = load(x + t * x_bytes + channel * 4, n)
+            value = load_up_to(x + t * x_bytes + channel * 4, n)
             added, total = simd.mul(v, value), simd.splat(0.0)
             b_at, c_at = b + t * b_bytes, c + t * c_bytes
             for i in range(N):
@@ -66,6 +67,6 @@ def _scan(
                 new = simd.fma(decay, simd.load_f32(h + 64 * i), new)
                 simd.store_f32(h + 64 * i, new)
                 total = simd.fma(new, simd.splat(read_f32(c_at + 4 * i)), total)
-            store(out + t * out_bytes + channel * 4, n, simd.fma(skip, value, total))
+            store_up_to(out + t * out_bytes + channel * 4, n, simd.fma(skip, value, total))
         lanes_to_rows(like, state_at, 4 * N, n, N, 16, h, scratch)
     simd_memory.release(scratch)

@@ -8,8 +8,9 @@ from nbflow_kernels.cpu import jit, simd, simd_memory
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_math import keep_nan, softplus
 from nbflow_kernels.cpu.simd_memory import address_of, load_first, read_f32, read_i32, write_f32
+from nbflow_kernels.cpu.simd_row_end import store_up_to
 from nbflow_kernels.state_space import cpu_chunks
-from nbflow_kernels.state_space.cpu_chunks import CHUNK, STATE, TRANSPOSED, WEIGHT, store
+from nbflow_kernels.state_space.cpu_chunks import CHUNK, STATE, TRANSPOSED, WEIGHT
 
 LIKE = np.zeros(1, np.float32)
 """Type of the numbers in register tiles, and the value of what is not given."""
@@ -113,7 +114,7 @@ def _steps(
                 i = 4 * whole
                 v = simd.mul(added, load_first(b_at + i, rest, 0.0))
                 v = simd.fma(decay, load_first(row + i, rest, 0.0), v)
-                store(row + i, rest, v)
+                store_up_to(row + i, rest, v)
                 total = simd.fma(v, load_first(c_at + i, rest, 0.0), total)
             y = simd.fma(simd.splat(skip), simd.splat(value), simd.splat(simd.sum(total)))
             write_f32(out + t * out_bytes + 4 * p, simd.max(y))  # 16 equal lanes
