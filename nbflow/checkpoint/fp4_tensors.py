@@ -1,4 +1,4 @@
-"""NVFP4 matrices of ModelOpt and compressed-tensors, and MXFP4 matrices of compressed-tensors.
+"""NVFP4 matrices of ModelOpt and compressed-tensors; MXFP4 of compressed-tensors and Quark.
 
 ==================  =====================================  ====================================
 method              tensors of a matrix X (N, K)           scale of 16 weights
@@ -11,7 +11,7 @@ compressed-tensors  weight_packed, weight_scale,           weight_scale / weight
 Codes are E2M1, two in a byte (N, K / 2), the first in the low nibble; scales are E4M3 (N, K / 16),
 and float32 (1,) for the tensor.  A weight is the product of its value and the scale of its block,
 which is rounded to float32: the format e2m1_g16_f32.  MXFP4 has one E8M0 byte (N, K / 32) and is
-read as the format mxfp4.
+read as the format mxfp4; Quark stores it as weight and weight_scale.
 
 Sources: compressed-tensors 0.20, compressors/nvfp4 and compressors/mxfp4; ModelOpt 0.39,
 torch/quantization/qtensor/nvfp4_tensor.py.
@@ -39,6 +39,7 @@ NAMES = {
     "modelopt": (".weight", ".weight_scale_2"),
     "compressed-tensors": (".weight_packed", ".weight_global_scale"),
     "compressed-mxfp4": (".weight_packed", ".weight_global_scale"),
+    "quark-mxfp4": (".weight", ".weight_scale_2"),
 }
 """Names of codes and of the tensor's scale, by method."""
 _UNUSED = (".input_scale", ".input_global_scale")

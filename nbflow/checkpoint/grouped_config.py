@@ -1,4 +1,4 @@
-"""Configurations of checkpoints with grouped integers: GPTQ, AWQ, compressed-tensors, bitsandbytes.
+"""Configurations of checkpoints with grouped integers, from GPTQ to Quark.
 
 Every key that changes the values of weights is checked; a value that is not known is refused.
 """
@@ -84,6 +84,72 @@ def bitsandbytes(table: Mapping[str, Any], at: str) -> GroupedStorage | None:
         return None
     check_keys(table, at, {"load_in_8bit": (True,)}, required=True)
     return GroupedStorage("int8", 8, symmetric=True)
+
+
+def hqq(table: Mapping[str, Any], at: str) -> tuple[int, int | None] | None:
+    """Read quant_method hqq: return bits and group size if groups lie in rows, else None.
+
+    The tensors describe themselves; this is for plans from the configuration alone.
+    """
+    inner = table.get("quant_config")
+    params = inner.get("weight_quant_params") if isinstance(inner, Mapping) else None
+    if not isinstance(params, Mapping):
+        return None  # settings by the name of a module
+    check_keys(params, f"{at}.quant_config.weight_quant_params", {"axis": (0, 1)})
+    bits, size = params.get("nbits"), params.get("group_size")
+    if params.get("axis") != 1 or bits not in range(1, 9):
+        return None
+    return int(bits), None if size is None else group_size(size, f"{at}.quant_config.group_size")
+
+
+def torchao(table: Mapping[str, Any], at: str) -> tuple[int, int | None] | None:
+    """Read quant_method torchao: return bits and group size of Int4WeightOnlyConfig, else None.
+
+    The tensors describe themselves; this is for plans from the configuration alone.
+    """
+    kinds = table.get("quant_type")
+    kind = kinds.get("default") if isinstance(kinds, Mapping) else None
+    if not isinstance(kind, Mapping) or kind.get("_type") != "Int4WeightOnlyConfig":
+        return None
+    facts = kind.get("_data")
+    size = facts.get("group_size", 128) if isinstance(facts, Mapping) else 128
+    return 4, group_size(size, f"{at}.quant_type.default.group_size")
+
+
+def quark(table: Mapping[str, Any], at: str) -> str | GroupedStorage:
+    """Read quant_method quark: return "fp8", "quark-mxfp4" or the storage of integers."""
+    for key in ("layer_quant_config", "layer_type_quant_config"):
+        if table.get(key):
+            raise UsageError(f"{at}.{key}: different settings for some modules are not supported")
+    export = table.get("export")
+    if export is not None and not isinstance(export, Mapping):
+        raise UsageError(f"{at}.export must be a table, got {shown(export)}")
+    export = export or {}
+    packs = {"pack_method": ("reorder", "order"), "weight_format": ("real_quantized",)}
+    check_keys(export, f"{at}.export", packs)
+    whole = table.get("global_quant_config")
+    weights = whole.get("weight") if isinstance(whole, Mapping) else None
+    at = f"{at}.global_quant_config.weight"
+    if not isinstance(weights, Mapping):
+        raise UsageError(f"{at} must be a table, got {shown(weights)}")
+    dtypes = ("int4", "uint4", "fp8_e4m3", "fp4")
+    check_keys(weights, at, {"dtype": dtypes}, required=True)
+    kind = weights["dtype"]
+    if kind == "fp8_e4m3":
+        check_keys(weights, at, {"qscheme": ("per_tensor", "per_channel")}, required=True)
+        return "fp8"
+    check_keys(weights, at, {"qscheme": ("per_group",)}, required=True)
+    if kind == "fp4":
+        check_keys(weights, at, {"group_size": (32,), "scale_format": ("e8m0",)}, required=True)
+        return "quark-mxfp4"
+    return GroupedStorage(
+        "quark",
+        4,
+        group_size(weights.get("group_size"), f"{at}.group_size"),
+        symmetric=weights.get("symmetric") is True,
+        signed=kind == "int4",
+        in_order=export.get("pack_method") == "order",
+    )
 
 
 def compressed(weights: Mapping[str, Any], format: str, at: str) -> GroupedStorage:

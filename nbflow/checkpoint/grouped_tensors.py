@@ -9,6 +9,8 @@ awq         qweight int32 (K, N / 8) and qzeros int32 (G, N / 8), 8 columns a wo
             0 2 4 6 1 3 5 7; scales (G, N)
 packed      weight_packed int32 (N, K b / 32) of codes + 2**(b - 1); weight_scale (N, G);
             weight_zero_point int32 (N b / 32, G), packed along N; weight_g_idx (K)
+quark       weight and weight_zero_point as qweight and qzeros of awq, or in the order of columns;
+            codes and zero points less 8 if they are signed; weight_scale (G, N)
 int8        weight int8 (N, K); weight_scale (N, G), or SCB (N), 127 times the scale;
             weight_zero_point int8 (N, G)
 ==========  ==================================================================================
@@ -18,7 +20,8 @@ as a grouped format of `nbflow_kernels.formats.grouped`; one that it cannot hold
 order of groups, or a group that 16 does not divide) is read as float32.
 
 Sources: AutoGPTQ 0.7 (qlinear_cuda_old.py), GPTQModel 7.7 (converter.py), AutoAWQ 0.2
-(packing_utils.py), compressed-tensors 0.20 (pack_quantized/helpers.py), bitsandbytes 0.50.
+(packing_utils.py), compressed-tensors 0.20 (pack_quantized/helpers.py), bitsandbytes 0.50,
+Quark 0.13 (torch/utils/pack.py).
 """
 
 from __future__ import annotations
@@ -35,15 +38,17 @@ from nbflow.checkpoint.strided_read import is_contiguous
 from nbflow.checkpoint.weight_file import Read, Span, TensorEntry
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.formats.grouped import BLOCK_SIZES, group_format
+from nbflow_kernels.formats.grouped import BLOCK_SIZES, GroupFormat, group_format
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 """Position of column j of 8 in a word."""
-_FLOATS = ("f32", "bf16", "f16")
+FLOATS = ("f32", "bf16", "f16")
+"""Types of scales."""
 _BNB_INT8 = np.float32(1 / 127)
 _NAMES = {  # layout -> names of codes, scales, zero points, groups of columns
     "gptq": (".qweight", (".scales",), ".qzeros", ".g_idx"),
     "awq": (".qweight", (".scales",), ".qzeros", ".g_idx"),
+    "quark": (".weight", (".weight_scale",), ".weight_zero_point", ".weight_g_idx"),
     "packed": (".weight_packed", (".weight_scale",), ".weight_zero_point", ".weight_g_idx"),
     "int8": (".weight", (".weight_scale", ".SCB"), ".weight_zero_point", ".weight_g_idx"),
 }
@@ -56,7 +61,7 @@ class GroupedStorage:
     """Storage of the matrices of a checkpoint, by its configuration."""
 
     layout: str
-    """"gptq", "awq", "packed" or "int8"."""
+    """"gptq", "awq", "quark", "packed" or "int8"."""
     bits: int
     """Bits per code."""
     group: int | None = None
@@ -67,12 +72,24 @@ class GroupedStorage:
     """Added to stored zero points: 1 in the first version of GPTQ's layout."""
     act_order: bool = False
     """True if columns may belong to groups in any order, as their indices say."""
+    signed: bool = False
+    """True if quark's codes and zero points are signed."""
+    in_order: bool = False
+    """True if quark's words have the order of columns."""
+
+    @property
+    def words_of_rows(self) -> bool:
+        """True if a word has codes of 8 rows of the matrix."""
+        return self.layout in ("awq", "quark")
+
+    @property
+    def by_column(self) -> bool:
+        """True if scales are (groups, rows)."""
+        return self.layout == "gptq" or self.words_of_rows
 
     def block(self, n_columns: int) -> int | None:
         """Return the block size of the grouped format, or None if none divides the groups."""
-        group = self.group or n_columns
-        sizes = (n for n in BLOCK_SIZES if group % n == 0 and n_columns % n == 0)
-        return next(sizes, None)
+        return grid_block(self.group or n_columns, n_columns)
 
     def format(self, n_columns: int, scale_type: str, has_zeros: bool) -> str | None:
         """Return the name of the grouped format that holds a matrix, or None."""
@@ -130,18 +147,13 @@ class GroupedParts:
 
     def blocks(self, read: Read, format: Any, rows: Span, columns: Span) -> NDArray[np.uint8]:
         """Return storage bytes (rows, row bytes) of a `GroupFormat`; columns in whole blocks."""
-        codes = self._codes(read, rows, columns)
-        first = np.arange(columns[0], columns[1], format.block_size)
-        groups = first // (self.storage.group or self.shape[1])
-        scales = np.ascontiguousarray(self._scales(read, rows)[:, groups])
-        zeros = None
+        codes, zeros = self._codes(read, rows, columns), None
         if self.zeros is not None:  # those of symmetric storage are checked
-            zeros = np.ascontiguousarray(self._zeros(read, rows)[:, groups]).reshape(-1)
+            zeros = self._zeros(read, rows)
         if not format.has_zeros:
             zeros = None
-        parts = codes.reshape(-1, format.block_size), scales.reshape(-1), zeros
-        blocks: NDArray[np.uint8] = format.blocks(*parts)
-        return blocks.reshape(rows[1] - rows[0], -1)
+        group = self.storage.group or self.shape[1]
+        return group_blocks(format, codes, self._scales(read, rows), zeros, columns, group)
 
     @property
     def _where(self) -> str:
@@ -152,9 +164,9 @@ class GroupedParts:
         layout, bits = self.storage.layout, self.storage.bits
         if layout == "int8":
             return read(self.codes, rows, columns).view(np.uint8) ^ np.uint8(128)
-        if layout == "awq":
+        if self.storage.words_of_rows:
             words = rows[0] // 8, -(-rows[1] // 8)
-            found = _awq_order(unpack_words(read(self.codes, columns, words), bits))
+            found = self._of_rows(read(self.codes, columns, words))
             return np.ascontiguousarray(
                 found[:, rows[0] - 8 * words[0] :][:, : rows[1] - rows[0]].T
             )
@@ -166,10 +178,17 @@ class GroupedParts:
         codes = unpack_words(packed, bits)[:, columns[0] - start : columns[1] - start]
         return np.ascontiguousarray(codes)
 
+    def _of_rows(self, words: NDArray[Any]) -> NDArray[np.uint8]:
+        """Return the codes or zero points of words of 8 rows, (n, W) to (n, 8 W)."""
+        found = unpack_words(words, self.storage.bits)
+        if not self.storage.in_order:
+            found = _awq_order(found)
+        return found ^ np.uint8(8) if self.storage.signed else found
+
     def _scales(self, read: Read, rows: Span) -> NDArray[np.float32]:
         """Return the scales (rows, groups)."""
-        layout, n_rows = self.storage.layout, rows[1] - rows[0]
-        if layout in ("gptq", "awq"):
+        n_rows = rows[1] - rows[0]
+        if self.storage.by_column:
             return read(self.scales, None, rows).astype(np.float32).T
         if self.scales.shape[0] == 1 and self.shape[0] != 1:  # one scale for the tensor
             whole = read(self.scales, None, None).astype(np.float32).reshape(1, -1)
@@ -193,9 +212,8 @@ class GroupedParts:
             words = read(self.zeros, (first, min(last, self.zeros.shape[0])), None).T
         else:
             words = read(self.zeros, None, (first, min(last, self.zeros.shape[1])))
-        zeros = unpack_words(words, storage.bits)
-        if storage.layout == "awq":
-            zeros = _awq_order(zeros)
+        of_rows = storage.words_of_rows
+        zeros = self._of_rows(words) if of_rows else unpack_words(words, storage.bits)
         zeros = zeros[:, rows[0] - start : rows[1] - start].T
         zeros = (zeros + np.uint8(storage.zero_offset)) & np.uint8(top)
         if storage.symmetric and (zeros != middle).any():
@@ -208,6 +226,34 @@ class GroupedParts:
     @property
     def _n_groups(self) -> int:
         return -(-self.shape[1] // (self.storage.group or max(1, self.shape[1])))
+
+
+def grid_block(group: int, n_columns: int) -> int | None:
+    """Return the largest block size that divides groups and columns, or None."""
+    return next((n for n in BLOCK_SIZES if group % n == 0 and n_columns % n == 0), None)
+
+
+def group_blocks(
+    format: GroupFormat,
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    offsets: NDArray[Any] | None,
+    columns: Span,
+    group: int,
+) -> NDArray[np.uint8]:
+    """Return storage bytes (rows, row bytes) of codes (rows, columns).
+
+    `scales` and `offsets` (rows, groups) are those of whole rows, whose groups have `group`
+    columns; `offsets` as in `GroupFormat.blocks`.
+    """
+    groups = np.arange(columns[0], columns[1], format.block_size) // group
+    each = [
+        None if part is None else np.ascontiguousarray(part[:, groups]).reshape(-1)
+        for part in (scales, offsets)
+    ]
+    assert each[0] is not None
+    blocks = format.blocks(codes.reshape(-1, format.block_size), each[0], each[1])
+    return blocks.reshape(len(codes), -1)
 
 
 def unpack_words(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
@@ -265,7 +311,8 @@ def _join(
     code_name, scale_names, zero_name, order_name = _NAMES[storage.layout]
     stem = entry.name.removesuffix(code_name)
     wanted = "i8" if storage.layout == "int8" else "i32"
-    if stem == entry.name or (storage.layout == "int8" and entry.dtype != "i8"):
+    floats = storage.layout in ("int8", "quark") and entry.dtype != wanted
+    if stem == entry.name or floats:  # a matrix that was left alone
         return entry
     where = f"{entry.file.path}: tensor {shown(entry.name)}"
     scales = next((held[stem + name] for name in scale_names if stem + name in held), None)
@@ -274,7 +321,7 @@ def _join(
             f"{where} needs scales, {' or '.join(stem + n for n in scale_names)}, which are "
             "missing; open the whole checkpoint, not one file of it"
         )
-    if entry.dtype != wanted or len(entry.shape) != 2 or scales.dtype not in _FLOATS:
+    if entry.dtype != wanted or len(entry.shape) != 2 or scales.dtype not in FLOATS:
         raise UsageError(
             f"{where} must be a matrix of {wanted} with scales of floats, got {entry.dtype} "
             f"{entry.shape} and {scales.dtype}"
@@ -298,7 +345,7 @@ def _shape(entry: TensorEntry, storage: GroupedStorage, where: str) -> tuple[int
     n, m = entry.shape
     if storage.layout == "int8":
         return n, m
-    if storage.layout == "awq":
+    if storage.words_of_rows:
         return 8 * m, n
     n_rows, n_words = (m, n) if storage.layout == "gptq" else (n, m)
     if 32 * n_words % storage.bits:
@@ -312,7 +359,7 @@ def _check_shapes(parts: GroupedParts, where: str) -> None:
     """Raise unless scales and zero points have the shapes of the codes."""
     storage, (n_rows, _) = parts.storage, parts.shape
     n_groups = parts._n_groups
-    by_column = storage.layout in ("gptq", "awq")
+    by_column = storage.by_column
     grid = (n_groups, n_rows) if by_column else (n_rows, n_groups)
     allowed: set[tuple[int, ...]] = {grid}
     if not by_column and n_groups == 1:

@@ -22,9 +22,14 @@ bitsandbytes        X.weight, X.weight.absmax ...     codebook[code] * scale of 
 modelopt (NVFP4,    X.weight or X.weight_packed,      value(code) * scale of its block
 FP8), compressed-   X.weight_scale, a scale of the
 tensors (FP4)       tensor
+hqq                 X.W_q, X.scale, X.zero            (code - zero) * scale, zero a float
+torchao             X._weight_qdata, X._weight_scale  as for the method of the same kind
+quark               X.weight, X.weight_scale,         the same
+                    X.weight_zero_point
 ==================  ================================  =============================================
 
-`grouped_tensors`, `codebook_tensors` and `fp4_tensors` have the layouts from gptq on.
+`grouped_tensors`, `codebook_tensors`, `fp4_tensors`, `hqq_tensors` and `torchao_tensors` have the
+layouts from gptq on.
 
 "scale_inv" is a factor, too, despite its name.  Scales of activations, keys and values do not
 affect weights and are ignored.
@@ -45,13 +50,25 @@ from nbflow.checkpoint.codebook_tensors import with_codebooks
 from nbflow.checkpoint.dequantize_scaled import MXFP4_BLOCK, Scaled
 from nbflow.checkpoint.fp4_tensors import NAMES as FP4_METHODS
 from nbflow.checkpoint.fp4_tensors import with_fp4
-from nbflow.checkpoint.grouped_config import awq, bitsandbytes, check_keys, compressed, gptq
-from nbflow.checkpoint.grouped_tensors import GroupedStorage, with_groups
+from nbflow.checkpoint.grouped_config import (
+    awq,
+    bitsandbytes,
+    check_keys,
+    compressed,
+    gptq,
+    hqq,
+    quark,
+    torchao,
+)
+from nbflow.checkpoint.grouped_tensors import GroupedStorage, grid_block, with_groups
+from nbflow.checkpoint.hqq_tensors import with_hqq
 from nbflow.checkpoint.strided_read import is_contiguous
+from nbflow.checkpoint.torchao_tensors import with_torchao
 from nbflow.checkpoint.weight_file import TensorEntry
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.e2m1 import E2M1_G16_F32
+from nbflow_kernels.formats.grouped import group_format
 
 KEY = "quantization_config"
 CONFIG_KEYS = (KEY, "compression_config")
@@ -65,12 +82,16 @@ METHODS = (
     "awq",
     "bitsandbytes",
     "modelopt",
+    "hqq",
+    "torchao",
+    "quark",
 )
 BLOCK_FORMATS = {
     "mxfp4": "mxfp4",
     "modelopt": E2M1_G16_F32.name,
     "compressed-tensors": E2M1_G16_F32.name,
     "compressed-mxfp4": "mxfp4",
+    "quark-mxfp4": "mxfp4",
 }
 """Format that matrices of a storage are read as; FP8 is read as float32."""
 FLOAT8 = ("f8_e4m3", "f8_e5m2", "f8_e4m3fnuz", "f8_e5m2fnuz")
@@ -80,6 +101,9 @@ _COMPRESSED = (
     "nvfp4-pack-quantized", "mxfp4-pack-quantized",
 )  # fmt: skip
 _GROUPED = {"gptq": gptq, "awq": awq}
+_DESCRIBED = {"hqq": hqq, "torchao": torchao}
+_JOIN = {"codebook": with_codebooks, "hqq": with_hqq, "torchao": with_torchao}
+"""Storage whose tensors describe themselves -> function that joins them."""
 _SCALE_TYPES = ("f32", "bf16", "f16", "f8_e8m0")
 _WEIGHT_SCALES = ("_scale_inv", "_scale")
 """Suffixes of the scales of a weight."""
@@ -95,11 +119,28 @@ class Quantization:
     """Storage of a checkpoint's matrices."""
 
     format: str
-    """"fp8", "grouped", "codebook", or a key of `BLOCK_FORMATS`."""
+    """"fp8", "grouped", "codebook", "hqq", "torchao", or a key of `BLOCK_FORMATS`."""
     block: tuple[int, int] | None = None
     """Rows and columns per scale; None: a row, or the whole tensor."""
     grouped: GroupedStorage | None = None
     """Storage of grouped integers."""
+    planned: tuple[int, int | None] | None = None
+    """Bits and group size of tensors that describe themselves, by the configuration."""
+
+    def planned_format(self, n_columns: int, dtype: object) -> str:
+        """Return the format of a matrix by the configuration alone.
+
+        `dtype` is that of config.json.  FP8 and codebooks of floats count as float32, to which
+        the loader dequantizes them.
+        """
+        if self.grouped is not None:
+            return self.grouped.planned_format(n_columns, dtype)
+        if self.planned is not None:
+            bits, group = self.planned
+            block = grid_block(group or n_columns, n_columns)
+            scale_type = "f16" if dtype == "float16" else "f32"
+            return group_format(bits, block, scale_type, False, True).name if block else "f32"
+        return BLOCK_FORMATS.get(self.format, "f32")
 
 
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
@@ -111,7 +152,7 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
     --------
     >>> fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     >>> read_quantization({"quantization_config": fp8}, "config.json")
-    Quantization(format='fp8', block=(128, 128), grouped=None)
+    Quantization(format='fp8', block=(128, 128), grouped=None, planned=None)
     """
     key = next((key for key in CONFIG_KEYS if config.get(key) is not None), None)
     if key is None:
@@ -134,6 +175,13 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
     if method == "bitsandbytes":
         storage = bitsandbytes(table, at)
         return Quantization("grouped" if storage else "codebook", grouped=storage)
+    if method in _DESCRIBED:
+        return Quantization(method, planned=_DESCRIBED[method](table, at))
+    if method == "quark":
+        found = quark(table, at)
+        return (
+            Quantization(found) if isinstance(found, str) else Quantization("grouped", None, found)
+        )
     return Quantization("mxfp4" if method == "mxfp4" else "fp8")
 
 
@@ -218,8 +266,8 @@ def with_scales(
     """Join tensors with their scales; return the tensors with values, and the scales."""
     if quantization.grouped is not None:
         return with_groups(entries, quantization.grouped)
-    if quantization.format == "codebook":
-        return with_codebooks(entries)
+    if quantization.format in _JOIN:
+        return _JOIN[quantization.format](entries)
     if quantization.format in FP4_METHODS:
         return with_fp4(entries, quantization.format)
     held = {entry.name: entry for entry in entries}

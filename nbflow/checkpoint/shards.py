@@ -18,7 +18,9 @@ NAMES = (INDEXES[0], "model.safetensors", INDEXES[1], "pytorch_model.bin")
 """Weights of a Hugging Face folder, in order of preference."""
 
 _CODES = {*FLOAT8, "i8"}
-_CODE_NAMES = ("_blocks", ".qweight", ".weight_packed", "__nf4", "__fp4", ".weight_scale_2")
+_CODE_NAMES = (
+    "_blocks", ".qweight", ".weight_packed", "__nf4", "__fp4", ".weight_scale", ".W_q", "_qdata",
+)  # fmt: skip
 """Types and names of tensors whose values need those of other tensors."""
 _SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 

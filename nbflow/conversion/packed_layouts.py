@@ -200,7 +200,7 @@ def parse_layout(to: str) -> PackedLayout | None:
         return None
     name = name.lower()
     format = FORMATS[stated or DEFAULTS[name]]
-    fits = isinstance(format, GroupFormat) and format.scale_type == "f16"
+    fits = isinstance(format, GroupFormat) and format.scale_type == "f16" and not format.has_base
     if not isinstance(format, GroupFormat) or not fits or format.code_bits not in _BITS[name]:
         raise UsageError(
             f"{to}: {name} stores grouped formats with float16 scales of "

@@ -12,7 +12,7 @@ from typing import Any
 
 import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
-from nbflow.checkpoint.quantization_config import BLOCK_FORMATS, read_quantization
+from nbflow.checkpoint.quantization_config import read_quantization
 from nbflow.checkpoint.weight_file import ITEM_BYTES
 from nbflow.program import build, build_cross_kv
 from nbflow.program.records import Program
@@ -236,18 +236,14 @@ def _described(config: Path, weights: str | WeightFormats | None) -> PlannedMode
 
 
 def _stored_as(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the stored types of matrices of a quantized checkpoint by its configuration.
-
-    FP8 and codebooks of floats count as float32, to which the loader dequantizes them.
-    """
+    """Return the stored types of matrices of a quantized checkpoint by its configuration."""
     quantization = read_quantization(config, spec.name)
     if quantization is None:
         return {}
     of_experts = quantization.format == "mxfp4"
-    grouped, dtype = quantization.grouped, config.get("torch_dtype", config.get("dtype"))
-    fixed = BLOCK_FORMATS.get(quantization.format, "f32")
+    dtype = config.get("torch_dtype", config.get("dtype"))
     return {
-        name: fixed if grouped is None else grouped.planned_format(shape[1], dtype)
+        name: quantization.planned_format(shape[1], dtype)
         for name, shape in spec.tensor_shapes().items()
         if is_matrix(name, shape)
         and name.startswith("layers.")

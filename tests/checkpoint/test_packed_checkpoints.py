@@ -1,4 +1,4 @@
-"""GPTQ, AWQ, compressed-tensors, bitsandbytes and NVFP4 checkpoints."""
+"""Checkpoints of other quantizers, from GPTQ to Quark."""
 
 from __future__ import annotations
 
@@ -37,12 +37,27 @@ FORMATS = {
     "gptq_4_32": "uint4_g32",
     "gptq_4_32_act": "f32",
     "gptq_8_128": "uint8_g128",
+    "hqq_1_32_axis1_float16": "uint1_g32_base",
+    "hqq_2_16_axis1_float16": "uint2_g16_base",
+    "hqq_3_32_axis1_bfloat16": "uint3_g32_f32_base",
+    "hqq_3_64_axis0_float16": "f32",
+    "hqq_4_64_axis0_float16": "f32",
+    "hqq_4_64_axis1_float16": "uint4_g64_base",
+    "hqq_4_64_axis1_float32": "f32",
+    "hqq_6_64_axis1_float16": "uint6_g64_base",
+    "hqq_8_row_axis1_bfloat16": "uint8_g128_f32_base",
     "int_8_128": "int8_g128",
     "modelopt_nvfp4": "e2m1_g16_f32",
     "pack_3_32": "int3_g32",
     "pack_4_32": "int4_g32_f32",
     "pack_4_64_zero": "uint4_g64",
     "pack_8_128": "int8_g128_f32",
+    "quark_int4": "int4_g32",
+    "quark_uint4": "uint4_g32",
+    "torchao_float8": "f32",
+    "torchao_int4": "uint4_g64_f32_base",
+    "torchao_int8": "int8_g128_f32",
+    "torchao_intx": "int8_g32_f32",
 }
 """Golden file -> the format its matrix is read as."""
 X = "layers.0.X.weight"
@@ -80,7 +95,7 @@ def test_weights_are_those_of_the_method_s_library(name: str, tmp_path: Path):
             np.testing.assert_array_equal(found, expected)
         np.testing.assert_array_equal(weights.array(X, (5, 41), (32, 96)), found[5:41, 32:96])
         np.testing.assert_array_equal(weights.array(X, (7, 8)), found[7:8])
-        assert weights.n_bytes(X) < expected.nbytes / 3
+        assert weights.n_bytes(X) < expected.nbytes / 2
         if FORMATS[name] == "f32":
             return
         whole = weights.quantized(X)
@@ -91,6 +106,45 @@ def test_weights_are_those_of_the_method_s_library(name: str, tmp_path: Path):
         np.testing.assert_array_equal(nk.dequantize(some), found[16:48, start:])
 
 
+def test_mxfp4_of_quark(tmp_path: Path):
+    """It is that of compressed-tensors under other names."""
+    tensors = load_file(GOLDEN / "ct_mxfp4.safetensors")
+    names = {"layers.0.X.weight_packed": X}
+    tensors = {names.get(name, name): array for name, array in tensors.items()}
+    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    config = {"quant_method": "quark", "global_quant_config": {"weight": weight}}
+    with opened(tmp_path, tensors, config) as weights:
+        assert weights.dtype(X) == "mxfp4"
+        np.testing.assert_array_equal(weights.array(X), tensors["expected"])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("hqq_4_64_axis1_float16", {"zero": None}, "needs layers.0.X.zero, which is missing"),
+        ("hqq_4_64_axis1_float16", {"nbits": 5}, "nbits must lie in 1..4 with 4bit_u8, got 5"),
+        ("hqq_4_64_axis1_float16", {"group_size": 7}, "group_size must divide 8192 weights, got 7"),
+        ("hqq_4_64_axis1_float16", {"axis": 2}, "shape, axis and packing must be"),
+        ("hqq_4_64_axis1_float16", {"shape": [1 << 40, 1 << 40]}, "must be u8"),
+        ("hqq_4_64_axis1_float16", {"quant_zero": 1}, "quant_zero is not supported"),
+        ("hqq_6_64_axis1_float16", {"nbits": 3}, "codes must be below 8, as its nbits says"),
+        ("torchao_int8", {"_weight_scale": None}, "codes with scales, layers.0.X._weight_scale"),
+        ("torchao_int8", {"_weight_act_pre_scale": 1}, "act_pre_scale.* are not supported"),
+        ("torchao_int8", {"_weight_scale": [[1.0]]}, r"must be f32 or bf16 or f16 \(64, 1\)"),
+    ],
+)
+def test_tensors_that_describe_themselves_are_checked(name, changes, message, tmp_path: Path):
+    tensors = load_file(GOLDEN / f"{name}.safetensors")
+    for part, value in changes.items():
+        key = f"layers.0.X.{part}"
+        if value is None:
+            del tensors[key]
+        else:
+            tensors[key] = np.array(value, tensors.get(key, np.zeros(1, np.uint8)).dtype)
+    with pytest.raises(UsageError, match=message), opened(tmp_path, tensors, stated(name)) as found:
+        found.array(X)
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
 def test_words_hold_a_stream_of_bits(bits: int):
     numbers = np.random.default_rng(bits).integers(0, 1 << bits, (3, 64))
@@ -99,7 +153,7 @@ def test_words_hold_a_stream_of_bits(bits: int):
     )
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "hqq"])
 def test_a_model_computes_with_the_stored_codes(method: str, tmp_path: Path):
     packed, plain = packed_checkpoints.write_packed(tmp_path, method)
     ids = list(range(5, 45))
@@ -139,6 +193,10 @@ def test_formats_are_kept_planned_and_named(tmp_path: Path, capsys: pytest.Captu
         (stated("ct_nvfp4"), "e2m1_g16_f32"),
         (stated("ct_mxfp4"), "mxfp4"),
         (stated("modelopt_nvfp4"), "e2m1_g16_f32"),
+        (stated("hqq_4_64_axis1_float16"), "uint4_g64_base"),
+        (stated("hqq_4_64_axis0_float16"), "f32"),
+        (stated("torchao_int4"), "uint4_g64_base"),
+        (stated("quark_int4"), "int4_g32"),
     ],
 )
 def test_formats_by_the_configuration_alone(config, format, tmp_path: Path):
@@ -219,7 +277,12 @@ def test_wrong_tensors(change, config, message, tmp_path: Path):
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version = 'gemv' is not support"),
         ({"quant_method": "bitsandbytes"}, "load_in_8bit = None is not supported"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo = 'W4A8'"),
-        ({"quant_method": "hqq"}, "quant_method = 'hqq' is not supported"),
+        ({"quant_method": "higgs"}, "quant_method = 'higgs' is not supported"),
+        ({"quant_method": "quark"}, "global_quant_config.weight must be a table, got None"),
+        (
+            {"quant_method": "quark", "layer_quant_config": {"a": {}}},
+            "layer_quant_config: different settings for some modules",
+        ),
     ],
 )
 def test_configs_that_are_refused(config, message, tmp_path: Path):

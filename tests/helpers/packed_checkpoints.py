@@ -68,10 +68,32 @@ def awq(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int) -> di
     }
 
 
+def hqq(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int) -> dict[str, np.ndarray]:
+    """Return the tensors of a matrix of HQQ in 4 bits, axis 1, as transformers saves them."""
+    view = codes.reshape(scale.size, -1).astype(np.uint8)
+    high, low = np.split(view, 2)
+    return {
+        "W_q": high << 4 | low,
+        "scale": scale.reshape(-1, 1),
+        "zero": zero.astype(np.float16).reshape(-1, 1),
+        "shape": np.array(codes.shape),
+        "packing": np.frombuffer(b"4bit_u8", np.uint8),
+        "nbits": np.int32(bits),
+        "axis": np.int32(1),
+        "group_size": np.int32(view.shape[1]),
+        "view_as_float": np.uint8(0),
+    }
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": False},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True},
+    "hqq": {
+        "quant_method": "hqq",
+        "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 1}},
+    },
 }
+LAYOUTS = {"gptq": gptq, "awq": awq, "hqq": hqq}
 
 
 def write_packed(folder: Path, method: str) -> tuple[Path, Path]:
@@ -87,8 +109,9 @@ def write_packed(folder: Path, method: str) -> tuple[Path, Path]:
         codes, scale, zero = found
         steps = (codes.reshape(*zero.shape, 64) - zero[..., None]).astype(np.float32)
         plain[name] = (steps * scale.astype(np.float32)[..., None]).reshape(tensor.shape)
-        parts = (gptq if method == "gptq" else awq)(*found, 4)
-        packed |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
+        parts = LAYOUTS[method](*found, 4)
+        stem = name.removesuffix("weight")
+        packed |= {f"{stem}{part}": np.asarray(value) for part, value in parts.items()}
     folders = []
     stated = {"quantization_config": config}
     for kind, some, more in (("packed", packed, stated), ("plain", plain, {})):

@@ -1,9 +1,10 @@
-"""Matrices packed and dequantized by the libraries of GPTQ, AWQ, compressed-tensors, bitsandbytes.
+"""Matrices packed and dequantized by the libraries of quantization methods, from GPTQ to Quark.
 
     python tools/golden/grouped_tensors.py tests/golden/grouped
 
 Needs torch, transformers, auto-gptq 0.7.1, autoawq 0.2.9, compressed-tensors 0.20 and bitsandbytes
-0.50 (the first two installed with --no-deps) and accelerate.  Each file has the stored tensors of
+0.50, hqq 0.2.8, torchao 0.18 and amd-quark 0.13 (GPTQ's, AWQ's and HQQ's installed with --no-deps)
+and accelerate.  Each file has the stored tensors of
 one matrix, "layers.0.X.*", the weights that the library computes from them, "expected", and the
 configuration.
 """
@@ -198,11 +199,100 @@ def fp4() -> Iterator[Made]:
     yield "ct_mxfp4", config, {f"layers.0.X.{k}": v for k, v in state.items()}, values * steps
 
 
+def hqq() -> Iterator[Made]:
+    """HQQ as transformers saves it, in groups along rows (axis 1) and across them (axis 0)."""
+    from hqq.core.quantize import HQQLinear, Quantizer, hqq_base_quant_config
+
+    for bits, group, axis, dtype in (
+        (4, 64, 1, torch.float16), (3, 32, 1, torch.bfloat16), (2, 16, 1, torch.float16),
+        (1, 32, 1, torch.float16), (8, None, 1, torch.bfloat16), (4, 64, 0, torch.float16),
+        (3, 64, 0, torch.float16), (4, 64, 1, torch.float32), (6, 64, 1, torch.float16),
+    ):  # fmt: skip
+        config = hqq_base_quant_config(nbits=bits, group_size=group, axis=axis)
+        linear = _linear(_weight(10 * bits + axis))
+        layer = HQQLinear(linear, config, compute_dtype=dtype, device="cpu")
+        state = {f"layers.0.X.{k}": v for k, v in layer.state_dict().items() if v is not None}
+        meta = {**layer.meta, "compute_dtype": torch.float64}  # rounded once, to float32
+        meta |= {name: meta[name].double() for name in ("scale", "zero")}
+        expected = Quantizer.dequantize(layer.W_q, meta)
+        table = {"weight_quant_params": config["weight_quant_params"]}
+        name = f"hqq_{bits}_{group or 'row'}_axis{axis}_{str(dtype).removeprefix('torch.')}"
+        yield name, {"quant_method": "hqq", "quant_config": table}, state, expected
+
+
+def torchao() -> Iterator[Made]:
+    """Tensor subclasses of torchao as it flattens them for safetensors."""
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int4Tensor,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
+        quantize_,
+    )
+
+    for name, config in (
+        ("int8", Int8WeightOnlyConfig(version=2)),
+        ("intx", IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))),
+        ("float8", Float8WeightOnlyConfig(version=2)),
+    ):
+        module = torch.nn.Sequential(_linear(_weight(len(name))).bfloat16())
+        quantize_(module, config)
+        weight = module[0].weight.data
+        held = vars(weight)
+        parts = {k: held[k].float() for k in ("scale", "zero_point") if held.get(k) is not None}
+        codes, size = weight.qdata.float(), K // parts["scale"].shape[1]
+        codes -= parts.get("zero_point", torch.zeros(1, 1)).repeat_interleave(size, 1)
+        expected = codes * parts["scale"].repeat_interleave(size, 1)
+        assert torch.equal(expected.bfloat16(), weight.dequantize())
+        state, _ = flatten_tensor_state_dict({"layers.0.X.weight": weight})
+        yield f"torchao_{name}", {"quant_method": "torchao", "quant_type": {}}, state, expected
+    # its kernels for int4 need MSLK, which needs a GPU: random numbers in the layout
+    generator = torch.Generator().manual_seed(9)
+    codes = torch.randint(-8, 8, (N, K), generator=generator)
+    packed = (codes[:, ::2] & 15 | (codes[:, 1::2] & 15) << 4).to(torch.uint8)
+    scale, zero = (torch.rand(2, K // 64, N, generator=generator) / 100).bfloat16()
+    weight = Int4Tensor(packed, scale, zero - 0.01, [1, 64], torch.Size([N, K]))
+    steps, zeros = (x.T.double().repeat_interleave(64, 1) for x in (scale, weight.zero_point))
+    state, _ = flatten_tensor_state_dict({"layers.0.X.weight": weight})
+    data = {"group_size": 64}
+    kind = {"default": {"_type": "Int4WeightOnlyConfig", "_data": data}}
+    config = {"quant_method": "torchao", "quant_type": kind}
+    yield "torchao_int4", config, state, codes * steps + zeros
+
+
+def quark() -> Iterator[Made]:
+    """Integers packed by Quark, signed and not, in both orders."""
+    names = ("torch", "torch.utils", "torch.quantization", "torch.quantization.config")
+    _without_init("quark", *(f"quark.{name}" for name in names))
+    from quark.torch.utils.pack import create_pack_method
+
+    for dtype, symmetric, reorder in (("int4", True, True), ("uint4", False, False)):
+        weight, group = _weight(len(dtype)), 32
+        scale, zero = _parameters(weight, 4, group, symmetric)
+        codes = (weight.reshape(N, -1, group) / scale[:, :, None] + zero[:, :, None]).round()
+        codes = codes.clamp(0, 15)
+        expected = ((codes - zero[:, :, None]) * scale[:, :, None]).reshape(N, K)
+        shift = 8 if dtype == "int4" else 0
+        method = create_pack_method("per_group", dtype)
+        packed = method.pack((codes.reshape(N, K) - shift).int(), reorder)
+        assert torch.equal(method.unpack(packed, reorder).float() + shift, codes.reshape(N, K))
+        state = {"weight": packed, "weight_scale": scale.T.half()}
+        state["weight_zero_point"] = method.pack((zero - shift).int(), reorder)
+        weights = {"dtype": dtype, "qscheme": "per_group", "group_size": group}
+        whole = {"weight": {**weights, "symmetric": symmetric}}
+        export = {"pack_method": "reorder" if reorder else "order"}
+        config = {"quant_method": "quark", "global_quant_config": whole, "export": export}
+        state = {f"layers.0.X.{k}": v for k, v in state.items()}
+        yield f"quark_{dtype}", config, state, expected
+
+
 def main() -> None:
     """Write all files."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    for make in (fp4, gptq, awq, compressed, bitsandbytes):
+    for make in (fp4, gptq, awq, compressed, bitsandbytes, hqq, torchao, quark):
         for name, config, state, expected in make():
             tensors = {k: v.contiguous().cpu() for k, v in state.items()}
             tensors["expected"] = expected.float().contiguous()

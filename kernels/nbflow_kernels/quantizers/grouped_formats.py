@@ -16,7 +16,7 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.parallel_for import parallel_for
-from nbflow_kernels.formats.grouped import GroupFormat
+from nbflow_kernels.formats.grouped import GroupFormat, Offsets
 from nbflow_kernels.formats.registry import Bytes, Floats
 
 N_RANGES = 48
@@ -34,13 +34,15 @@ def quantize_chunk(
     scales = np.empty((len(x), n_blocks), np.float32)
     zeros = np.empty((len(x), n_blocks), np.uint8)
     n_ranges = N_RANGES if quantizer == "search" else 1
+    has_offsets = format.has_zeros or format.has_base
     parallel_for(
         _fit, len(x), _COST * n_ranges * x.size, x, weight, size, format.n_codes - 1,
-        format.has_zeros, format.scale_type == "f16", n_ranges, codes, scales, zeros,
+        has_offsets, format.scale_type == "f16", n_ranges, codes, scales, zeros,
     )  # fmt: skip
-    blocks = format.blocks(
-        codes.reshape(-1, size), scales.reshape(-1), zeros.reshape(-1) if format.has_zeros else None
-    )
+    offsets: Offsets = zeros.reshape(-1) if format.has_zeros else None
+    if format.has_base:
+        offsets = -(scales * zeros).reshape(-1)
+    blocks = format.blocks(codes.reshape(-1, size), scales.reshape(-1), offsets)
     return blocks.reshape(len(x), -1)
 
 

@@ -17,13 +17,14 @@ SHAPES = [
     (8, 32, "f32", False),
     (3, 16, "f32", True),
     (7, 32, "f16", True),
+    (4, 64, "f16", False, True),
 ]
-"""Bits, block size, type of scales, zero points."""
+"""Bits, block size, type of scales, zero points, base."""
 
 
-def _random(shape: tuple[int, int, str, bool], n_rows: int, n_columns: int):
+def _random(shape: tuple, n_rows: int, n_columns: int):
     """Return a tensor and its weights in float64."""
-    bits, size, scale_type, has_zeros = shape
+    bits, size, scale_type, has_zeros = shape[:4]
     rng = np.random.default_rng(bits + size)
     format, n = group_format(*shape), n_rows * n_columns // size
     codes = rng.integers(0, 1 << bits, (n, size)).astype(np.uint8)
@@ -33,8 +34,12 @@ def _random(shape: tuple[int, int, str, bool], n_rows: int, n_columns: int):
     else:  # bfloat16, for which the base is exact
         scales = (scales.view(np.uint32) & 0xFFFF0000).view(np.float32)
     zeros = rng.integers(0, 1 << bits, n).astype(np.uint8)
-    data = format.blocks(codes, scales, zeros if has_zeros else None)
     middle = zeros if has_zeros else np.full(n, 1 << bits - 1)
+    if format.has_base:  # HQQ's zero points are floats
+        middle = rng.uniform(0, 15, n).astype(np.float16).astype(np.float32)
+        data = format.blocks(codes, scales, -(scales * middle))
+    else:
+        data = format.blocks(codes, scales, zeros if has_zeros else None)
     weights = scales.astype(np.float64)[:, None] * (codes - middle.astype(np.float64)[:, None])
     tensor = nk.QuantTensor(format.name, (n_rows, n_columns), data.reshape(n_rows, -1))
     return tensor, weights.reshape(n_rows, n_columns)
@@ -53,7 +58,7 @@ def test_weights_are_rounded_once(shape):
     assert nk.FORMATS[tensor.format.name.upper()] is tensor.format
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("shape", [*SHAPES[:2], SHAPES[-1]])
 @pytest.mark.parametrize("n", [1, 5])
 def test_products(shape, n):
     tensor, weights = _random(shape, 37, 256)
@@ -89,7 +94,9 @@ def test_fp4_values():
         nk.quantize(wanted, E2M1_G16_F32)
 
 
-@pytest.mark.parametrize("name", ["int4_g128", "uint4_g128", "uint3_g32_f32", "int8_g64"])
+@pytest.mark.parametrize(
+    "name", ["int4_g128", "uint4_g128", "uint3_g32_f32", "int8_g64", "uint4_g64_base"]
+)
 def test_quantizers(name):
     rng = np.random.default_rng(2)
     x = rng.standard_normal((9, 200)).astype(np.float32)  # the last block is padded
@@ -124,7 +131,9 @@ def test_gptq_chooses_codes():
     assert errors[0] < 0.8 * errors[1]
 
 
-@pytest.mark.parametrize("name", ["int9_g128", "int4_g100", "int4_g128_f16", "uint4"])
+@pytest.mark.parametrize(
+    "name", ["int9_g128", "int4_g100", "int4_g128_f16", "uint4", "int4_g64_base"]
+)
 def test_names_that_are_none(name):
     assert name not in nk.FORMATS
     with pytest.raises(UsageError, match="unknown format"):
