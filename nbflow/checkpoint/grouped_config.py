@@ -97,9 +97,9 @@ def hqq(table: Mapping[str, Any], at: str) -> tuple[int, int | None] | None:
         return None  # settings by the name of a module
     check_keys(params, f"{at}.quant_config.weight_quant_params", {"axis": (0, 1)})
     bits, size = params.get("nbits"), params.get("group_size")
-    if params.get("axis") != 1 or bits not in range(1, 9):
+    if params.get("axis") != 1 or not isinstance(bits, int) or not 1 <= bits <= 8:
         return None
-    return int(bits), None if size is None else group_size(size, f"{at}.quant_config.group_size")
+    return bits, None if size is None else group_size(size, f"{at}.quant_config.group_size")
 
 
 def torchao(table: Mapping[str, Any], at: str) -> tuple[int, int | None] | None:

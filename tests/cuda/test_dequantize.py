@@ -64,7 +64,9 @@ def test_arbitrary_bytes_decode_to_the_bits_of_the_cpu(name: str, cupy: Any) -> 
     _check_decoder(nk.FORMATS[name], cupy)
 
 
-@pytest.mark.parametrize("name", ["int4_g128", "uint3_g32", "uint4_g16_f32", "e2m1_g16_f32"])
+@pytest.mark.parametrize(
+    "name", ["int4_g128", "uint3_g32", "uint4_g16_f32", "uint4_g64_base", "e2m1_g16_f32"]
+)
 def test_formats_of_other_quantizers_checkpoints(name: str, cupy: Any) -> None:
     _check_decoder(nk.FORMATS[name], cupy)
 
