@@ -7,8 +7,8 @@
 #include "cuda/types.cuh"
 
 enum { D_F16, D_E8M0, D_E4M3, D_U8, D_F32 };                     // D_TYPE
-enum { NO_BASE, BASE_OF_BLOCK, BASE_OF_SUB_BLOCK, ZERO_POINT };  // BASE
-enum { FROM_FIELD, ON_GRID, BASE_3 };                            // CODES
+enum { NO_BASE, BASE_OF_BLOCK, BASE_OF_SUB_BLOCK, ZERO_POINT, FLOAT32_BASE };  // BASE
+enum { FROM_FIELD, ON_GRID, BASE_3 };                                          // CODES
 
 // `Plane` of codec_spec.py; `end` is 0 if the plane has bits of all numbers.
 struct Plane {
@@ -102,11 +102,17 @@ DEV float float_of(u32 bits, bool hundredths) {
   }
 }
 
-// Bits of `d` of block i of D_BLOCK weights; a float32 is two numbers, the lower half first.
+// Bits of float32 `i` of a field: two numbers, the lower half first.
+template <class F>
+DEV u32 two_halves(const u8* block, u32 i) {
+  const u32 low = number_at<F>(block, Index<1>{2 * i, 0});
+  return low | (u32)number_at<F>(block, Index<1>{2 * i + 1, 0}) << 16;
+}
+
+// Bits of `d` of block i of D_BLOCK weights.
 DEV u32 bits_of_d(const u8* block, u32 i) {
-  if constexpr (D_TYPE != D_F32) return number_at<D>(block, Index<1>{i, 0});
-  const u32 low = number_at<D>(block, Index<1>{2 * i, 0});
-  return low | (u32)number_at<D>(block, Index<1>{2 * i + 1, 0}) << 16;
+  if constexpr (D_TYPE == D_F32) return two_halves<D>(block, i);
+  return number_at<D>(block, Index<1>{i, 0});
 }
 
 // ---- weights -------------------------------------------------------------------------------------
@@ -139,6 +145,7 @@ DEV void scale_and_base(const u8* block, u32 i, float& scale, float& base) {
   base = 0.0f;
   if constexpr (Scale::FIELD.n_planes > 0) scale *= (float)number_at<Scale>(block, of_sub_block);
   if constexpr (BASE == ZERO_POINT) base = -(scale * (float)number_at<Min>(block, of_block));
+  if constexpr (BASE == FLOAT32_BASE) base = __uint_as_float(two_halves<M>(block, i / D_BLOCK));
   if constexpr (BASE == BASE_OF_BLOCK || BASE == BASE_OF_SUB_BLOCK)
     base = float_of(number_at<M>(block, of_block), true);
   if constexpr (BASE == BASE_OF_SUB_BLOCK) base = -(base * (float)number_at<Min>(block, of_sub_block));

@@ -33,7 +33,7 @@ _THREADS = 128
 _PIECE = 8
 """Weights per thread at most; they share a scale."""
 _D_TYPES = {"f16": 0, "e8m0": 1, "e4m3": 2, "u8": 3, "f32": 4}
-_BASES = {"none": 0, "d": 1, "min": 2, "zero": 3}
+_BASES = {"none": 0, "d": 1, "min": 2, "zero": 3, "base": 4}
 _FROM_FIELD, _ON_GRID, _BASE_3 = range(3)
 
 
@@ -141,13 +141,14 @@ def _defines(format: FieldFormat) -> dict[str, str | int]:
     """Return the macros of `cuda_dequantize.cu` for a format."""
     form, fields = format.integer_form, format.fields
     affine, on_grid = isinstance(format, AffineFormat), isinstance(format, GridFormat)
+    own_base = "base" if "base" in fields and not affine else ""  # float32
     names = {
         "CODE": "point" if on_grid else "code",
         "SIGN": "sign",
         "SCALE": "scale" if form.scales else "",
         "MIN": "zero" if "zero" in fields else "min",
         "D": "scale" if affine else "d",
-        "M": "base" if affine else "dmin",
+        "M": "base" if affine or own_base else "dmin",
     }
     kind = _ON_GRID if on_grid else _BASE_3 if isinstance(format, Base3Format) else _FROM_FIELD
     found: dict[str, str | int] = {
@@ -157,7 +158,7 @@ def _defines(format: FieldFormat) -> dict[str, str | int]:
         "D_BLOCK": form.block,
         "PIECE": _piece(format),
         "D_TYPE": _D_TYPES[format.stored_d_type],
-        "BASE": _BASES["zero" if "zero" in fields else form.base],
+        "BASE": _BASES["zero" if "zero" in fields else own_base or form.base],
         "CODES": kind,
         "ZERO": form.zero,
         "FACTOR": f"{form.factor!r}f",
