@@ -39,7 +39,7 @@ def allowed(K: int) -> float:
     return 3 * (K + 8) ** 0.5 * 1.4e-7
 
 
-@pytest.mark.parametrize("format", BLOCK_FORMATS)
+@pytest.mark.parametrize("format", [*BLOCK_FORMATS, "uint4_g64", "uint4_g64_base"])
 def test_units_hold_the_weights_of_every_format(format: str, cupy: Any) -> None:
     # one unit and a part, a row tile and a part; columns that end within a block
     w = make(format, 1, 21, 300)[1]
