@@ -145,18 +145,28 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     rope = spec.rope_of(i)
     if rope.dim:
         ops.append(Op("rope", "q", ("q", "k"), layer=i, attrs={"rope": rope}))
-    window = spec.window_of(i)
+    window, temperature = spec.window_of(i), _temperature(spec, i, "q")
     table = (Operand("position_bias.weight"),) if spec.position == "relative" else ()
     sinks = (Operand(f"layers.{i}.attn.sinks.weight"),) if spec.attention_sinks else ()
     attrs = {} if window is None else {"window": window}
     return [
         *ops,
         Op("append_kv", "kv", ("k", "v"), layer=i),
+        *temperature,
         Op("attention", "a", ("q",), table, sinks, i, attrs),
         *gate,
         linear(spec, i, "attn.o", "a", "o"),
         add(spec, "x", "o", i),
     ]
+
+
+def _temperature(spec: ModelSpec, i: int, queries: str) -> list[Op]:
+    """Return the factor of the queries by position, behind what may be fused with the product."""
+    found = spec.temperature_of(i)
+    if found is None:
+        return []
+    attrs = {"scale": found.scale, "floor": found.floor, "offset": found.offset}
+    return [Op("temperature", queries, (queries,), layer=i, attrs=attrs)]
 
 
 def _qk_norm(spec: ModelSpec, i: int, name: str) -> Op:
@@ -214,6 +224,7 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) 
         Op("rope", "ql", ("ql", "latent"), layer=i, attrs={"rope": spec.rope_of(i), "first": C}),
         Op("append_kv", "kv", ("latent",), layer=i),
         each_head("k_b", C, D, "q", "ql"),
+        *_temperature(spec, i, "ql"),
         Op("attention", "al", ("ql",), layer=i, attrs={} if window is None else {"window": window}),
         each_head("v_b", Dv, C, "al", "a"),
         linear(spec, i, "attn.o", "a", "o"),

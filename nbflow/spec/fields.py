@@ -195,6 +195,20 @@ FIELDS: dict[str, Field] = {
     "attention_sinks": Field(
         bool, "each head has a sink: one more score in the softmax, without a key", False
     ),
+    "attention_temperature_scale": Field(
+        float,
+        "queries at position p times 1 + scale * ln(1 + (p + offset) // floor); none if absent",
+        None,
+    ),
+    "attention_temperature_floor": Field(
+        int, "positions per step of that factor", None, least=1, most=MAX_CONTEXT
+    ),
+    "attention_temperature_offset": Field(
+        int, "added to the positions in that factor", 0, most=MAX_CONTEXT
+    ),
+    "attention_temperature_layers": Field(
+        ("all", "unrotated"), "layers with that factor: all, or those without rotation", "all"
+    ),
     "kv_rank": Field(
         int,
         "latent attention: width of the compressed keys and values, which the cache holds; 0: none",
