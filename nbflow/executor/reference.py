@@ -16,6 +16,7 @@ from nbflow.executor.expert_bias import expert_biases
 from nbflow.executor.weight_loader import WeightLoader
 from nbflow.program.records import COMMUNICATION, Op, Program, StateKey, state_key
 from nbflow_kernels.activation import reference as activation
+from nbflow_kernels.activation.xielu import xielu_numbers
 from nbflow_kernels.attention import reference as attention
 from nbflow_kernels.convolution import reference as convolution
 from nbflow_kernels.delta_rule import reference as delta_rule
@@ -261,6 +262,9 @@ class ReferenceExecutor:
         return np.concatenate([q, column], axis=2)
 
     def _activation(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        if op.attrs["activation"] == "xielu":
+            alpha_p, alpha_n, beta, eps = xielu_numbers(*self._operands[index])
+            return activation.xielu(values[op.inputs[0]], alpha_p, alpha_n, beta=beta, eps=eps)
         function = getattr(activation, op.attrs["activation"])
         return function(values[op.inputs[0]])  # type: ignore[no-any-return]
 

@@ -32,7 +32,7 @@ attention     out = attention(q) over the layer's pages, attr ``window``; the we
 cross_attention
               out = attention(q) over all cached states of the encoder
 input         out = external rows, one per token
-activation    out = act(input), attr ``activation``
+activation    out = act(input), attr ``activation``; xielu has weights: the numbers of the layer
 gate          out = act(gate) * up; inputs (gate, up), or one fused buffer; out may be up
 conv          out = causal convolution of each channel of the input over its last tokens, those of
               earlier steps from the state; attr ``activation``: None or silu

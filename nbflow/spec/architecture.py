@@ -9,9 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from nbflow_kernels.activation.swigluoai import swigluoai_name
 from nbflow_kernels.position import LongRopeScaling, RopeScaling
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swigluoai"]
+Activation = Literal[
+    "silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swigluoai", "xielu"
+]
 
 
 @dataclass(frozen=True)
@@ -227,6 +230,7 @@ class Architecture:
     """Taps of short convolutions; 0 without them."""
     delta: DeltaSpec | None = None
     ssm: StateSpaceSpec | None = None
+    swiglu_limit: float = 7.0
     output_gate: bool = False
     temperature: TemperatureSpec | None = None
     """Factor of the queries by position."""
@@ -246,6 +250,7 @@ class Architecture:
     final_norm: bool = True
     qk_norm: Literal["none", "head", "each_head", "all"] = "none"
     qk_norm_kind: Literal["rms", "layer"] = "rms"
+    qk_norm_after_rope: bool = False
     qkv_layout: Literal["blocks", "groups"] = "blocks"
     gate_up_layout: Literal["blocks", "neighbours"] = "blocks"
     experts_transposed: bool = False
@@ -272,6 +277,12 @@ class Architecture:
     decoder_start_id: int | None = None
     forced_bos_id: int | None = None
     forced_eos_ids: tuple[int, ...] = ()
+
+    @property
+    def activation_name(self) -> str:
+        """Name of the activation for kernels, with its limit if it has another than gpt-oss."""
+        clamps = self.activation == "swigluoai"
+        return swigluoai_name(self.swiglu_limit) if clamps else self.activation
 
     def kind_of(self, layer: int) -> LayerKind:
         """Return the kind of a layer."""

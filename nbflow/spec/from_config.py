@@ -26,6 +26,9 @@ from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import check_value
 from nbflow_kernels.errors import UsageError
 
+N_BEHIND = 4
+"""Layers for the prediction of several tokens that a checkpoint may hold behind the last one."""
+
 
 def build_spec(
     family: Family,
@@ -72,7 +75,8 @@ def build_spec(
     """
     nested = config.get(family.text_config) if family.text_config else None
     if isinstance(nested, Mapping):
-        config = {**config, **nested}
+        own = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config = {**config, **nested, **own}  # the head is that of the whole model
     _refuse_unsupported(family, config, where)
     held = () if checkpoint_tensors is None else checkpoint_tensors
     values = _values(family, config, where, override or {}, held)
@@ -127,7 +131,9 @@ def build_spec(
             ssm=_state_space(values),
             moe=_moe(values),
             tensors=names,
-            ignored_tensors=(*family.ignored_tensors, *ignored_tensors),
+            ignored_tensors=_ignored(
+                (*family.ignored_tensors, *ignored_tensors), values["n_layers"]
+            ),
             biases=_biases(family, config, where, names, held, values, kinds),
         )
     except UsageError as error:
@@ -239,6 +245,11 @@ def _from_config(
             continue
         if rule.kinds:
             return types_of(value, rule.kinds, values["n_layers"], f"{where}: {key}")
+        if rule.where is not None:
+            words = check_value(value, f"{where}: {key}", list)
+            if len(words) > MAX_ITEMS:
+                raise UsageError(f"{where}: {key}: may have at most {MAX_ITEMS} entries")
+            return tuple(i for i, word in enumerate(words) if word == rule.where)
         if rule.values:
             if isinstance(value, str) and isinstance(FIELDS[field].kind, list):  # a letter each
                 return _letters(value, rule.values, f"{where}: {_full(config, key)}")
@@ -247,6 +258,8 @@ def _from_config(
             return rule.values[word]
         if isinstance(value, str):
             value = FIELDS[field].aliases.get(value, value)
+        elif isinstance(value, list) and FIELDS[field].kind in (int, float):
+            value = _common(value, f"{where}: {_full(config, key)}")
         return check_field(value, f"{where}: {_full(config, key)}", FIELDS[field])
     if rule.same_as is not None:
         other = values.get(rule.same_as)
@@ -256,6 +269,16 @@ def _from_config(
     if rule.formula is not None:
         return _computed(field, rule.formula, config, where, values)
     return rule.default
+
+
+def _common(each: Sequence[Any], where: str) -> Any:
+    """Return the number that a list states for each layer."""
+    if not each or any(not _same(other, each[0]) for other in each):
+        raise UsageError(
+            f"{where}: must be one number, or a list of the same number for each layer, got "
+            f"{shown(each)}"
+        )
+    return each[0]
 
 
 def _letters(text: str, values: Mapping[str, Any], where: str) -> tuple[Any, ...]:
@@ -274,7 +297,8 @@ def _computed(
 
     def value_of(name: str) -> Any:
         value = values.get(name)
-        return lookup(config, name) if value is None or value is REQUIRED else value
+        key = f"{{arch}}{name.removeprefix('arch')}" if name.startswith("arch.") else name
+        return lookup(config, key) if value is None or value is REQUIRED else value
 
     value = evaluate(formula, f"{where}: {field}", value_of)
     if value is None:
@@ -381,7 +405,7 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
     every, dense = max(1, values["expert_every"]), set(values["dense_layers"])
     layers = frozenset(
         i
-        for i in range(values["dense_first"], values["n_layers"])
+        for i in range(values["dense_first"], values["n_layers"] - values["dense_last"])
         if (i + 1) % every == 0 and i not in dense
     )
     router = ("scoring", "renormalize", "scale", "groups", "groups_used", "group_score")
@@ -398,6 +422,13 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
 
 
 # ---- tensors ----------------------------------------------------------------------------------
+
+
+def _ignored(patterns: Sequence[str], n_layers: int) -> tuple[str, ...]:
+    """Return patterns of tensors with numbers for ``{behind}``, layers behind the last one."""
+    numbers = range(n_layers, n_layers + N_BEHIND)
+    found = (pattern.replace("{behind}", str(n)) for pattern in patterns for n in numbers)
+    return tuple(dict.fromkeys(found))
 
 
 def _names(

@@ -6,8 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nbflow.spec.architecture import RopeSpec, TemperatureSpec
+from nbflow.utils.toml_schema import check_value
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import LongRopeScaling, RopeScaling
+
+MAX_ALPHA = 1e6
+"""Bound on the alpha of Hunyuan's rotary table; published: 1000."""
 
 
 def ropes(
@@ -27,6 +31,7 @@ def ropes(
         dim = int(values["head_dim"] * values["rope_fraction"])
     max_context = values["max_context"]
     try:
+        theta = _stretched(values, dim)
         scaling = RopeScaling.from_config(
             _scaling_table(values),
             max_position=max_context,
@@ -34,8 +39,9 @@ def ropes(
         )
         if divisors:
             scaling = _stored_scaling(values, divisors, where)
-        is_plain = scaling is None or not values["kv_rank"]
-        factor = 1.0 if is_plain else float(scaling.softmax_factor)
+        factor = 1.0
+        if scaling is not None and values["kv_rank"]:
+            factor = float(scaling.softmax_factor)
     except (UsageError, TypeError, ArithmeticError) as error:
         raise UsageError(f"{where}: rope_scaling: {error}") from error
     local = values["local_rope_theta"]
@@ -72,6 +78,26 @@ def _stored_scaling(
 _GGUF_SCALING = {"original_context_length": "original_max_position_embeddings"}
 
 
+def _stretched(values: Mapping[str, Any], dim: int) -> float:
+    """Return the base of the frequencies, multiplied by alpha ** (dim / (dim - 2)) if stated.
+
+    Hunyuan's tables of type dynamic have an alpha, with which the angles do not depend on the
+    length (NTK-aware scaling).
+    """
+    theta, table = float(values["rope_theta"]), values["rope_scaling"] or {}
+    alpha = table.get("alpha")
+    if not alpha or _kind(table) != "dynamic":
+        return theta
+    factor: float = check_value(alpha, "alpha", float)
+    if not 0 < factor <= MAX_ALPHA:
+        raise UsageError(f"alpha must be above 0 and at most {MAX_ALPHA:g}, got {factor:g}")
+    return float(theta * factor ** (dim / max(1, dim - 2)))
+
+
+def _kind(table: Mapping[str, Any]) -> Any:
+    return table.get("rope_type", table.get("type"))
+
+
 _ELSEWHERE = ("finetuned", "max_position_embeddings", "mrope_section", "mrope_interleaved")
 """Keys of a rotary scaling without an effect on text: those of images, and what is said twice."""
 
@@ -82,6 +108,8 @@ def _scaling_table(values: Mapping[str, Any]) -> dict[str, Any] | None:
     if not table:
         return None
     words = {_GGUF_SCALING.get(k, k): v for k, v in table.items() if k not in _ELSEWHERE}
+    if _kind(words) == "dynamic" and words.pop("alpha", None):
+        return None  # `_stretched`
     if values["attention_temperature_scale"] is not None:
         words.pop("llama_4_scaling_beta", None)
     if words.keys() <= {"original_max_position_embeddings", "attn_factor"}:
@@ -89,9 +117,9 @@ def _scaling_table(values: Mapping[str, Any]) -> dict[str, Any] | None:
     log_multiplier = words.pop("yarn_log_multiplier", None)
     if log_multiplier:  # as in llama.cpp, the temperature is in the softmax alone
         words |= dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * log_multiplier)
-    if truncate is not None and words.get("rope_type", words.get("type")) == "yarn":
+    if truncate is not None and _kind(words) == "yarn":
         words["truncate"] = truncate
-    if words.get("rope_type", words.get("type")) in ("none", "mrope"):
+    if _kind(words) in ("none", "mrope"):
         return None  # mrope: text has the same position in all sections
     return words
 
