@@ -315,20 +315,26 @@ PUBLISHED: dict[str, Callable[[], Made]] = {
 
 def from_transformers(kind: str, options: dict[str, Any]) -> Made:
     """Return a model of transformers with random weights."""
-    base = kind.removesuffix("LMHead")
+    base = kind.removesuffix("LMHead").removesuffix(recent.WITH_IMAGES)
     config_name = f"{base}TextConfig" if kind in TEXT_OF else f"{base}Config"
     config = getattr(transformers, config_name)(**options, initializer_range=0.5)
     # transformers 5.23 adds Falcon's ALiBi twice in its eager attention
     config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
     if kind in {wide for wide, _ in WIDE.values()}:
-        config._experts_implementation = "eager"  # which also computes in float64
+        for each in (config, config.get_text_config()):
+            each._experts_implementation = "eager"  # which also computes in float64
     suffix = "LMHeadModel" if kind.endswith("LMHead") else "ForCausalLM"
+    if kind.endswith(recent.WITH_IMAGES):
+        suffix = recent.WITH_IMAGES
     if kind in {encoder for encoder, _ in ENCODERS.values()}:
         suffix = "ForMaskedLM"
     is_pair = kind in {pair for pair, _ in PAIRS.values()}
     if is_pair:
         suffix = "MTModel" if kind == "Marian" else "ForConditionalGeneration"
-    model = getattr(transformers, base + suffix)(config).eval()
+    found = getattr(transformers, base + suffix, None)
+    # InternLM 3 has a configuration only, for the implementation of another model
+    made = transformers.AutoModelForCausalLM.from_config(config) if found is None else found(config)
+    model = made.eval()
     convert = None
     if base == "T5" and options.get("tie_word_embeddings") is False:
         # transformers 5.23 ties the head at construction, though the checkpoints have one
