@@ -23,6 +23,8 @@ PERMUTED = (
     "baichuan",
     "smollm3",
     "internlm2",
+    "arcee",
+    "mistral3",
 )
 """Architectures whose rotary pairs the converter makes neighbours."""
 
@@ -136,8 +138,11 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     if not spec.causal:
         writer.add_causal_attention(False)
         writer.add_token_type_count(spec.type_vocab_size)
-    if spec.family == "gpt_oss":
+    if spec.family in ("gpt_oss", "ministral3", "olmo3"):
         _add_yarn(writer, spec)
+    if spec.temperature is not None:
+        writer.add_rope_scaling_yarn_log_mul(spec.rope.scaling.mscale_all_dim)
+        writer.add_attn_temperature_scale(spec.temperature.scale)
     if spec.moe is not None:
         writer.add_expert_count(spec.moe.n_experts)
         writer.add_expert_used_count(spec.moe.top_k)
@@ -145,9 +150,10 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
             writer.add_expert_feed_forward_length(spec.moe.expert_size)
         if spec.family == "qwen2_moe":
             writer.add_expert_shared_feed_forward_length(spec.moe.shared_size)
-        if spec.family.startswith("deepseek"):
+        if spec.family.startswith(("deepseek", "ernie4_5", "dots1")):
             writer.add_expert_shared_count(spec.moe.shared_size // spec.moe.expert_size)
             writer.add_leading_dense_block_count(1)
+        if spec.family.startswith(("deepseek", "dots1")):
             writer.add_expert_weights_scale(spec.moe.scale)
             writer.add_expert_weights_norm(spec.moe.renormalize)
             gating = gguf.ExpertGatingFuncType[spec.moe.scoring.upper()]
