@@ -246,7 +246,7 @@ def _from_config(
         if rule.kinds:
             return types_of(value, rule.kinds, values["n_layers"], f"{where}: {key}")
         if rule.where is not None:
-            words = check_value(value, f"{where}: {key}", list)
+            words = check_value(value, f"{where}: {key}", [str])
             if len(words) > MAX_ITEMS:
                 raise UsageError(f"{where}: {key}: may have at most {MAX_ITEMS} entries")
             return tuple(i for i, word in enumerate(words) if word == rule.where)

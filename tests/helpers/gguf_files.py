@@ -29,6 +29,10 @@ PERMUTED = (
 """Architectures whose rotary pairs the converter makes neighbours."""
 
 
+_LIKE_DEEPSEEK = ("dots1", "glm4_moe", "bailing")
+"""Families with the metadata of DeepSeek V3's experts."""
+
+
 def write_gguf(
     source: Path,
     arch: str,
@@ -150,10 +154,10 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
             writer.add_expert_feed_forward_length(spec.moe.expert_size)
         if spec.family == "qwen2_moe":
             writer.add_expert_shared_feed_forward_length(spec.moe.shared_size)
-        if spec.family.startswith(("deepseek", "ernie4_5", "dots1")):
+        if spec.family.startswith(("deepseek", "ernie4_5", *_LIKE_DEEPSEEK)):
             writer.add_expert_shared_count(spec.moe.shared_size // spec.moe.expert_size)
             writer.add_leading_dense_block_count(1)
-        if spec.family.startswith(("deepseek", "dots1")):
+        if spec.family.startswith(("deepseek", *_LIKE_DEEPSEEK)):
             writer.add_expert_weights_scale(spec.moe.scale)
             writer.add_expert_weights_norm(spec.moe.renormalize)
             gating = gguf.ExpertGatingFuncType[spec.moe.scoring.upper()]
@@ -242,7 +246,7 @@ def _neighbours(array, head_dim):
 def _fuse(tensors, arch):
     """Fuse the tensors that the architecture's files store as one."""
     joins = {}
-    if arch in ("gptneox", "bloom", "gpt2", "phi3", "chatglm", "falcon", "mpt"):
+    if arch in ("gptneox", "bloom", "gpt2", "phi3", "chatglm", "falcon", "mpt", "bailingmoe2"):
         joins["attn_qkv"] = ("attn_q", "attn_k", "attn_v")
     if arch in ("phi3", "chatglm", "glm4"):
         joins["ffn_up"] = ("ffn_gate", "ffn_up")

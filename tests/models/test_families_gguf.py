@@ -30,7 +30,8 @@ MODELS = {
     "seed_oss": "seed_oss", "arcee": "arcee", "ernie4_5": "ernie4_5",
     "ernie4_5-moe": "ernie4_5_moe", "hunyuan-dense": "hunyuan", "hunyuan-moe": "hunyuan_moe",
     "dots1": "dots1", "exaone4": "exaone4", "mistral3": "ministral3", "qwen2vl": "qwen2_5_vl",
-    "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe",
+    "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "glm4moe": "glm4_moe",
+    "bailingmoe2": "bailing_moe_v2",
 }  # fmt: skip
 """Architecture -> golden model."""
 OTHERS = {"bert", "t5"}
