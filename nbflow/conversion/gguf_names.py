@@ -40,7 +40,8 @@ ARCHITECTURES = {
     "cohere2": "cohere2", "starcoder2": "starcoder2", "nemotron": "nemotron", "glm4": "glm4",
     "smollm3": "smollm3", "granitemoe": "granitemoe", "mpt": "mpt",
     "deepseek": "deepseek", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
-    "gpt_oss": "gpt-oss",
+    "gpt_oss": "gpt-oss", "seed_oss": "seed_oss", "arcee": "arcee", "ernie4_5": "ernie4_5",
+    "hunyuan": "hunyuan-dense", "exaone4": "exaone4",
 }  # fmt: skip
 """Families that can be written -> llama.cpp's name of the architecture."""
 QKV_IN_ONE = ("gpt2", "gptneox", "bloom", "falcon", "phi3", "mpt")

@@ -25,6 +25,7 @@ from nbflow.program.cost import sends_q8
 from nbflow.program.records import COMMUNICATION, Op, state_key
 from nbflow.utils.rank_status import WAITING, WORKING, status
 from nbflow_kernels import op_registry
+from nbflow_kernels.activation.xielu import xielu_numbers
 from nbflow_kernels.attention.cpu.scheduler import schedule
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.attention.plan_layout import SINKS, SLOPES, SPLIT
@@ -385,6 +386,12 @@ class Binder:
             self.executor.rope_table(rope), rope.style == "half",
         )  # fmt: skip
 
+    def _temperature(self, op: Op, index: int) -> BoundOp:
+        scale_queries = self._kernels("position").apply_attention_temperature_inplace
+        numbers = (op.attrs[name] for name in ("scale", "floor", "offset"))
+        queries = self._heads(op.out, self._spec.cached_dim)
+        return self._captured(op, scale_queries, self.arrays.positions, queries, *numbers)
+
     def _append_kv(self, op: Op, index: int) -> BoundOp:
         kernels = self._kernels("kv_cache")
         k, v = (self._heads(name, self._spec.cached_dim) for name in (*op.inputs, *op.inputs)[:2])
@@ -426,8 +433,13 @@ class Binder:
         return PythonOp(op.kind, lambda: np.copyto(out, executor.external_rows))
 
     def _activation(self, op: Op, index: int) -> BoundOp:
-        args = self.view(op.inputs[0]), op.attrs["activation"], self.view(op.out)
-        return self._captured(op, self._kernels("activation").elementwise, *args)
+        x, out = self.view(op.inputs[0]), self.view(op.out)
+        if op.attrs["activation"] == "xielu":
+            *alphas, beta, eps = xielu_numbers(*self.executor.weights.operands[index])
+            xielu = functools.partial(nk.xielu, beta=beta, eps=eps, out=out)
+            return self._captured(op, xielu, x, *alphas)
+        elementwise = self._kernels("activation").elementwise
+        return self._captured(op, elementwise, x, op.attrs["activation"], out)
 
     def _gate(self, op: Op, index: int) -> BoundOp:
         kernels, activation = self._kernels("activation"), op.attrs["activation"]

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from nbflow.program.records import Op, Program
+from nbflow_kernels.activation.swigluoai import swigluoai_limit
 
 HEADS, LATENT, GATE, ACTIVATION = "heads", "latent", "gate", "activation"
 ROW_NORM, ADD = "row norm", "add"
@@ -271,7 +272,7 @@ class _Finder:
         gate = self._op(i, "gate")
         if gate is None or gate.inputs != (self._ops[start.linear].out,):
             return None
-        if gate.attrs["activation"] == "swigluoai":  # interleaves gate and up
+        if swigluoai_limit(gate.attrs["activation"]) is not None:  # interleaves gate and up
             return None
         return replace(start, epilogue=GATE, gate=i, last=i)
 
@@ -279,6 +280,8 @@ class _Finder:
         i, product = start.linear + 1, self._ops[start.linear]
         op = self._op(i, "activation")
         if op is None or op.inputs != (product.out,) or product.attrs.get("accumulate"):
+            return None
+        if op.weights:  # numbers of the layer
             return None
         if op.out != product.out and self._is_read(product.out, i + 1):
             return None

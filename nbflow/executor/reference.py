@@ -16,6 +16,7 @@ from nbflow.executor.expert_bias import expert_biases
 from nbflow.executor.weight_loader import WeightLoader
 from nbflow.program.records import COMMUNICATION, Op, Program, StateKey, state_key
 from nbflow_kernels.activation import reference as activation
+from nbflow_kernels.activation.xielu import xielu_numbers
 from nbflow_kernels.attention import reference as attention
 from nbflow_kernels.convolution import reference as convolution
 from nbflow_kernels.delta_rule import reference as delta_rule
@@ -199,6 +200,11 @@ class ReferenceExecutor:
         for name, x, rotated in zip(op.inputs, heads, (q, k), strict=True):
             values[name] = np.concatenate([x[..., :first], rotated], axis=2).reshape(len(ids), -1)
 
+    def _temperature(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
+        queries = self._heads(values[op.out]).copy()
+        position.apply_attention_temperature_inplace(self._positions(ids), queries, **op.attrs)
+        values[op.out] = queries.reshape(len(ids), -1)
+
     def _append_kv(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
         new = [self._heads(values[name]) for name in op.inputs]
         if self._program.spec.latent is not None:
@@ -256,6 +262,9 @@ class ReferenceExecutor:
         return np.concatenate([q, column], axis=2)
 
     def _activation(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        if op.attrs["activation"] == "xielu":
+            alpha_p, alpha_n, beta, eps = xielu_numbers(*self._operands[index])
+            return activation.xielu(values[op.inputs[0]], alpha_p, alpha_n, beta=beta, eps=eps)
         function = getattr(activation, op.attrs["activation"])
         return function(values[op.inputs[0]])  # type: ignore[no-any-return]
 

@@ -171,7 +171,7 @@ class WeightLoader:
 
         for index, op in enumerate(self._program.ops):
             self.bias[index] = move(self.bias[index])
-            if op.kind not in ("attention", "cross_attention"):
+            if op.kind not in ("attention", "cross_attention", "activation"):
                 operands = self.operands[index]
                 if op.kind == "experts":
                     operands = stack_experts(operands)

@@ -19,7 +19,7 @@ from nbflow.program.records import Program
 from nbflow.quantization.policy import WeightFormats, Weights, is_matrix, weight_formats
 from nbflow.quantization.prepare import no_format, transformed_spec
 from nbflow.spec import ModelSpec, published, resolve
-from nbflow.spec.family import family_of
+from nbflow.spec.family import family_of_config
 from nbflow.spec.from_config import build_spec
 from nbflow.spec.model_file import load_model_file
 from nbflow.spec.model_names import known_models, model_name
@@ -229,7 +229,7 @@ def _described(config: Path, weights: str | WeightFormats | None) -> PlannedMode
     content: dict[str, Any] | None = read_object(config, missing_ok=False)
     if not content:
         raise UsageError(f"{config}: is empty; it must be the model's configuration")
-    family = family_of(content.get("model_type"), str(config))
+    family = family_of_config(content, str(config))
     name = config.resolve().parent.name
     spec = build_spec(family, content, name=name, where=str(config), checkpoint_tensors=None)
     return PlannedModel(spec, weights, _stored_as(spec, content))

@@ -9,7 +9,7 @@ from nbflow.program.records import Buffer, Op, Operand, Program
 from nbflow.program.recurrent import gated_delta_rule, mamba2, short_conv
 from nbflow.program.recurrent import widths as recurrent_widths
 from nbflow.spec.architecture import LatentSpec
-from nbflow.spec.fields import EXPERT_BIASES
+from nbflow.spec.fields import EXPERT_BIASES, XIELU
 from nbflow.spec.model_spec import ModelSpec
 
 
@@ -140,23 +140,32 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     if spec.output_gate:
         ops.append(linear(spec, i, "attn.gate", source, "ag"))
         gate = [Op("gate", "a", ("ag", "a"), layer=i, attrs={"activation": "sigmoid"})]
-    if spec.qk_norm != "none":
-        ops += [_qk_norm(spec, i, name) for name in "qk"]
+    norms = [] if spec.qk_norm == "none" else [_qk_norm(spec, i, name) for name in "qk"]
     rope = spec.rope_of(i)
-    if rope.dim:
-        ops.append(Op("rope", "q", ("q", "k"), layer=i, attrs={"rope": rope}))
-    window = spec.window_of(i)
+    turn = [Op("rope", "q", ("q", "k"), layer=i, attrs={"rope": rope})] if rope.dim else []
+    ops += [*turn, *norms] if spec.qk_norm_after_rope else [*norms, *turn]
+    window, temperature = spec.window_of(i), _temperature(spec, i, "q")
     table = (Operand("position_bias.weight"),) if spec.position == "relative" else ()
     sinks = (Operand(f"layers.{i}.attn.sinks.weight"),) if spec.attention_sinks else ()
     attrs = {} if window is None else {"window": window}
     return [
         *ops,
         Op("append_kv", "kv", ("k", "v"), layer=i),
+        *temperature,
         Op("attention", "a", ("q",), table, sinks, i, attrs),
         *gate,
         linear(spec, i, "attn.o", "a", "o"),
         add(spec, "x", "o", i),
     ]
+
+
+def _temperature(spec: ModelSpec, i: int, queries: str) -> list[Op]:
+    """Return the factor of the queries by position, behind what may be fused with the product."""
+    found = spec.temperature_of(i)
+    if found is None:
+        return []
+    attrs = {"scale": found.scale, "floor": found.floor, "offset": found.offset}
+    return [Op("temperature", queries, (queries,), layer=i, attrs=attrs)]
 
 
 def _qk_norm(spec: ModelSpec, i: int, name: str) -> Op:
@@ -214,6 +223,7 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) 
         Op("rope", "ql", ("ql", "latent"), layer=i, attrs={"rope": spec.rope_of(i), "first": C}),
         Op("append_kv", "kv", ("latent",), layer=i),
         each_head("k_b", C, D, "q", "ql"),
+        *_temperature(spec, i, "ql"),
         Op("attention", "al", ("ql",), layer=i, attrs={} if window is None else {"window": window}),
         each_head("v_b", Dv, C, "al", "a"),
         linear(spec, i, "attn.o", "a", "o"),
@@ -235,13 +245,15 @@ def _feed_forward(spec: ModelSpec, i: int, source: str) -> list[Op]:
     """Return the feed-forward network or mixture of experts, including the residual sum."""
     if spec.has_experts(i):
         return [*_experts(spec, i, source), add(spec, "x", "o", i)]
-    attrs = {"activation": spec.activation}
+    attrs = {"activation": spec.activation_name}
     ops = [linear(spec, i, "ffn.up", source, "up")]
     if spec.gated:
         ops.insert(0, linear(spec, i, "ffn.gate", source, "gate"))
         ops.append(Op("gate", "f", ("gate", "up"), layer=i, attrs=attrs))
     else:
-        ops.append(Op("activation", "f", ("up",), layer=i, attrs=attrs))
+        names = XIELU if spec.activation == "xielu" else ()
+        numbers = tuple(Operand(f"layers.{i}.{name}.weight") for name in names)
+        ops.append(Op("activation", "f", ("up",), numbers, layer=i, attrs=attrs))
     return [*ops, linear(spec, i, "ffn.down", "f", "o"), add(spec, "x", "o", i)]
 
 
@@ -258,7 +270,7 @@ def _experts(spec: ModelSpec, i: int, source: str) -> list[Op]:
     bias: tuple[Operand, ...] = ()
     if moe.router_bias:
         bias = (Operand(f"{prefix}.router.bias"),)
-    attrs: dict[str, Any] = {"activation": spec.activation, "experts": (0, moe.n_experts)}
+    attrs: dict[str, Any] = {"activation": spec.activation_name, "experts": (0, moe.n_experts)}
     if "moe.down" in spec.biases:
         bias += tuple(Operand(f"{prefix}.{name}.bias") for name in EXPERT_BIASES)
         attrs["biased"] = True
@@ -271,7 +283,7 @@ def _experts(spec: ModelSpec, i: int, source: str) -> list[Op]:
     ops += [
         linear(spec, i, "shared.gate", source, "sgate"),
         linear(spec, i, "shared.up", source, "sup"),
-        Op("gate", "sf", ("sgate", "sup"), layer=i, attrs={"activation": spec.activation}),
+        Op("gate", "sf", ("sgate", "sup"), layer=i, attrs={"activation": spec.activation_name}),
         linear(spec, i, "shared.down", "sf", "s"),
     ]
     if moe.shared_gate:
@@ -303,7 +315,7 @@ def _head(spec: ModelSpec) -> list[Op]:
         source, weight, bias = "m", Operand("transform.weight"), Operand("transform.bias")
         ops += [
             Op("linear", "m", ("y",), (weight,), (bias,)),
-            Op("activation", "m", ("m",), attrs={"activation": spec.activation}),
+            Op("activation", "m", ("m",), attrs={"activation": spec.activation_name}),
             norm(spec, "transform_norm", "m", "m", None),
         ]
     if spec.embed_width != spec.hidden_size:

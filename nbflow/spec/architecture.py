@@ -9,9 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from nbflow_kernels.activation.swigluoai import swigluoai_name
 from nbflow_kernels.position import LongRopeScaling, RopeScaling
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swigluoai"]
+Activation = Literal[
+    "silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swigluoai", "xielu"
+]
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,21 @@ class RopeSpec:
     """Rotated columns of each head; the rest pass through."""
     scaling: RopeScaling | None = None
     """Scaling of the frequencies to a longer context."""
+
+
+@dataclass(frozen=True)
+class TemperatureSpec:
+    """Factor of queries that grows with their position p.
+
+    It is ``1 + scale * ln(1 + (p + offset) // floor)``.
+    """
+
+    scale: float
+    floor: int
+    """Positions per step of the factor."""
+    offset: int = 0
+    layers: Literal["all", "unrotated"] = "all"
+    """All layers, or those without rotation."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +230,10 @@ class Architecture:
     """Taps of short convolutions; 0 without them."""
     delta: DeltaSpec | None = None
     ssm: StateSpaceSpec | None = None
+    swiglu_limit: float = 7.0
     output_gate: bool = False
+    temperature: TemperatureSpec | None = None
+    """Factor of the queries by position."""
     full_layers: frozenset[int] = frozenset()
     """Layers with full attention in a model with a window."""
     unrotated_layers: frozenset[int] = frozenset()
@@ -229,6 +250,7 @@ class Architecture:
     final_norm: bool = True
     qk_norm: Literal["none", "head", "each_head", "all"] = "none"
     qk_norm_kind: Literal["rms", "layer"] = "rms"
+    qk_norm_after_rope: bool = False
     qkv_layout: Literal["blocks", "groups"] = "blocks"
     gate_up_layout: Literal["blocks", "neighbours"] = "blocks"
     experts_transposed: bool = False
@@ -255,6 +277,12 @@ class Architecture:
     decoder_start_id: int | None = None
     forced_bos_id: int | None = None
     forced_eos_ids: tuple[int, ...] = ()
+
+    @property
+    def activation_name(self) -> str:
+        """Name of the activation for kernels, with its limit if it has another than gpt-oss."""
+        clamps = self.activation == "swigluoai"
+        return swigluoai_name(self.swiglu_limit) if clamps else self.activation
 
     def kind_of(self, layer: int) -> LayerKind:
         """Return the kind of a layer."""
@@ -284,6 +312,12 @@ class Architecture:
             return replace(self.rope, dim=0, scaling=None)
         local = self.local_rope is not None and self.window_of(layer) is not None
         return self.local_rope if local and self.local_rope is not None else self.rope
+
+    def temperature_of(self, layer: int) -> TemperatureSpec | None:
+        """Return the factor by position of a layer's queries."""
+        found = self.temperature
+        everywhere = found is None or found.layers == "all"
+        return found if everywhere or layer in self.unrotated_layers else None
 
     @cached_property
     def short_context(self) -> int | None:

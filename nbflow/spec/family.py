@@ -7,6 +7,7 @@ docs/bring_your_own_architecture.md explains both with an example.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,9 @@ class ConfigRule:
     """Required values of keys (`ABSENT`: none); else the rule does not apply."""
     stored: str | None = None
     """Tensor that the checkpoint must have; else the rule does not apply."""
+    where: str | None = None
+    """Of a list of numbers of layers, for a key with a word for each layer: the layers with this
+    word."""
     kinds: tuple[str, ...] = ()
     """Of layer_types, for a key that holds numbers of layers, or n for every n-th layer: the kind
     of these layers, then the kind of the others."""
@@ -190,6 +194,19 @@ def family_of(model_type: Any, where: str) -> Family:
     return get_family(_served()[model_type], where)
 
 
+def family_of_config(config: Mapping[str, Any], where: str) -> Family:
+    """Return the family of a config.json.
+
+    That of an unknown multimodal model is the family of its text model, which ``text_config``
+    describes.
+    """
+    kind, text = config.get("model_type"), config.get("text_config")
+    inner = text.get("model_type") if isinstance(text, Mapping) else None
+    is_known = isinstance(kind, str) and kind in _served()
+    in_text = not is_known and isinstance(inner, str) and inner in _served()
+    return family_of(inner if in_text else kind, where)
+
+
 def load_family(path: Path) -> Family:
     """Read and check a family file and those that it extends."""
     return check_family(read_toml(path), path)
@@ -256,6 +273,9 @@ def _extended(table: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict
         raise UsageError(f"{path}: extends: {base} extends this file; name another family")
     below = _extended(read_toml(found), found, (*seen, found))
     merged = {part: {**below[part], **table[part]} for part in tables}
+    base_ignored, ignored = (part["ignored"].get("tensors", []) for part in (below, table))
+    if isinstance(ignored, list):  # else refused by `check_family`
+        merged["ignored"] = {"tensors": [*base_ignored, *ignored]}
     # a field in one of these tables replaces the base's entry in the other
     for part, other in (("structure", "config"), ("config", "structure")):
         merged[part] = {k: v for k, v in merged[part].items() if k not in table[other]}
@@ -356,7 +376,9 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
     example = rule if isinstance(rule, str) else "key of config.json"
     check_keys(rule, at, ConfigRule.__dataclass_fields__, f'keys = ["{example:.40}"]')
     same_as, default, formula = (rule.get(key) for key in ("same_as", "default", "formula"))
-    stored = rule.get("stored")
+    stored, word = rule.get("stored"), rule.get("where")
+    if word is not None and FIELDS[name].kind != [int]:
+        raise UsageError(f"{at}: where goes with lists of layers, such as dense_layers")
     if same_as is not None and same_as not in above:
         raise UsageError(f"{at}: {same_as!r} must be a field listed above it")
     kinds = strings(rule.get("kinds", []), f"{at} kinds")
@@ -379,5 +401,6 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
         },
         when=check_keys(rule.get("when", {}), f"{at} when", rule.get("when", {})),
         stored=None if stored is None else check_value(stored, f"{at} stored", str),
+        where=None if word is None else check_value(word, f"{at} where", str),
         kinds=kinds,
     )

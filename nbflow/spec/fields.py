@@ -165,12 +165,15 @@ FIELDS: dict[str, Field] = {
     "final_norm": Field(bool, "norm before the head", True),
     "qk_norm": Field(
         ("none", "head", "each_head", "all"),
-        "norm of queries and keys before the rotation: of each head, with shared weights (head) or "
+        "norm of queries and keys: of each head, with shared weights (head) or "
         "weights per head (each_head), or of all heads together",
         "none",
     ),
     "qk_norm_kind": Field(
         ("rms", "layer"), "kind of that norm; layer has no bias and excludes qk_norm all", "rms"
+    ),
+    "qk_norm_after_rope": Field(
+        bool, "that norm follows the rotation; false: it precedes it", False
     ),
     # attention
     "causal": Field(bool, "causal mask; false for encoders", True),
@@ -194,6 +197,20 @@ FIELDS: dict[str, Field] = {
     ),
     "attention_sinks": Field(
         bool, "each head has a sink: one more score in the softmax, without a key", False
+    ),
+    "attention_temperature_scale": Field(
+        float,
+        "queries at position p times 1 + scale * ln(1 + (p + offset) // floor); none if absent",
+        None,
+    ),
+    "attention_temperature_floor": Field(
+        int, "positions per step of that factor", None, least=1, most=MAX_CONTEXT
+    ),
+    "attention_temperature_offset": Field(
+        int, "added to the positions in that factor", 0, most=MAX_CONTEXT
+    ),
+    "attention_temperature_layers": Field(
+        ("all", "unrotated"), "layers with that factor: all, or those without rotation", "all"
     ),
     "kv_rank": Field(
         int,
@@ -303,10 +320,13 @@ FIELDS: dict[str, Field] = {
         "sequential",
     ),
     "activation": Field(
-        ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swigluoai"),
-        "activation of the feed-forward network; swigluoai: gate and up clamped at 7, "
-        "gate * sigmoid(1.702 * gate) * (up + 1)",
+        ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swigluoai", "xielu"),
+        "activation of the feed-forward network; swigluoai: gate and up clamped at swiglu_limit, "
+        "gate * sigmoid(1.702 * gate) * (up + 1); xielu: with numbers of each layer (Apertus)",
         aliases=ACTIVATION_ALIASES,
+    ),
+    "swiglu_limit": Field(
+        float, "limit of gate and up with activation swigluoai", 7.0, least=MIN_POSITIVE
     ),
     "gated": Field(bool, "feed-forward network act(gate) * up, else act(up)"),
     "transposed": Field(bool, "the layers' matrices are stored (in, out)", False),
@@ -355,6 +375,7 @@ FIELDS: dict[str, Field] = {
     "shared_size": Field(int, "width of the shared expert; 0: none", 0, most=MAX_WIDTH),
     "shared_gate": Field(bool, "multiply the shared expert by sigmoid(gate)", False),
     "dense_first": Field(int, "number of first layers without experts", 0),
+    "dense_last": Field(int, "number of last layers without experts", 0),
     "expert_every": Field(int, "every n-th layer has experts", 1),
     "dense_layers": Field([int], "further layers without experts", ()),
     # tokens
@@ -414,6 +435,8 @@ SSM = (*(f"ssm.{name}" for name in ("z", "x", "b", "c", "dt", "out")), *_SSM_CON
 """Mamba-2: output gate, values, input and output vectors, time steps, output, convolutions."""
 SSM_VECTORS = ("ssm.a_log", "ssm.dt_bias", "ssm.d")
 """Logarithm of the decay rates, what is added to the time steps, weight of the skip connection."""
+XIELU = tuple(f"ffn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
+"""Numbers of a layer's xIELU."""
 LINEARS = (
     "attn.q", "attn.k", "attn.v", "attn.o", "attn.gate", "attn.q_a", "attn.kv_a", *CROSS,
     *SHORT_CONV, *DELTA, *SSM,
@@ -457,12 +480,12 @@ LATENT_MATRICES = ("attn.k_b", "attn.v_b")
 
 _IN_LAYERS = (
     *LAYER_NORMS, *HEAD_NORMS, "attn.sinks", *LINEARS, *DELTA_CONVS, *DELTA_VECTORS,
-    *SSM_VECTORS, *LATENT_MATRICES, *FUSED, *EXPERT_MATRICES, "moe.gate_up", *SHARED_MATRICES,
-    "shared_gate",
+    *SSM_VECTORS, *XIELU, *LATENT_MATRICES, *FUSED, *EXPERT_MATRICES, "moe.gate_up",
+    *SHARED_MATRICES, "shared_gate",
 )  # fmt: skip
 _ONE_KIND = {
     "bias": ("embed", "positions", "position_bias", "types", "attn.k_b", "attn.v_b", "attn.kv_b",
-             "attn.sinks", *HEAD_NORMS, *DELTA_VECTORS, *SSM_VECTORS),
+             "attn.sinks", *HEAD_NORMS, *DELTA_VECTORS, *SSM_VECTORS, *XIELU),
     "weight": (*EXPERT_BIASES, "moe.gate_up"),
 }  # fmt: skip
 """Tensors that have only a weight, or only a bias."""

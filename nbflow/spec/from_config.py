@@ -14,7 +14,6 @@ from nbflow.spec.architecture import (
     LatentSpec,
     LayerKind,
     MoeSpec,
-    RopeSpec,
     StateSpaceSpec,
 )
 from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, encoder_of
@@ -22,10 +21,13 @@ from nbflow.spec.fields import FIELDS, FUSED, MAX_ITEMS, REQUIRED, check_field
 from nbflow.spec.formula import evaluate
 from nbflow.spec.layer_types import first_layers, layer_kinds, types_of
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.positions import ropes, temperature, unrotated
 from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import check_value
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.position import LongRopeScaling, RopeScaling
+
+N_BEHIND = 4
+"""Layers for the prediction of several tokens that a checkpoint may hold behind the last one."""
 
 
 def build_spec(
@@ -73,7 +75,8 @@ def build_spec(
     """
     nested = config.get(family.text_config) if family.text_config else None
     if isinstance(nested, Mapping):
-        config = {**config, **nested}
+        own = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config = {**config, **nested, **own}  # the head is that of the whole model
     _refuse_unsupported(family, config, where)
     held = () if checkpoint_tensors is None else checkpoint_tensors
     values = _values(family, config, where, override or {}, held)
@@ -95,7 +98,7 @@ def build_spec(
     if values["head_transform"] and no_transform:
         # an encoder without the head it was trained with
         values |= {"head": False, "head_transform": False, "head_bias": False}
-    rope, local_rope, softmax_factor = _ropes(values, config, where, rope_divisors)
+    rope, local_rope, softmax_factor = ropes(values, where, rope_divisors)
     sm_scale = values["sm_scale"]
     full_layers = _full_layers(values, kinds)
     same = {field.name: values[field.name] for field in fields(ModelSpec) if field.name in FIELDS}
@@ -121,13 +124,16 @@ def build_spec(
             local_rope=local_rope,
             layer_kinds=kinds,
             full_layers=full_layers,
-            unrotated_layers=_unrotated(values, full_layers, where),
+            unrotated_layers=unrotated(values, full_layers, where),
+            temperature=temperature(values, where),
             latent=_latent(values),
             delta=_delta(values),
             ssm=_state_space(values),
             moe=_moe(values),
             tensors=names,
-            ignored_tensors=(*family.ignored_tensors, *ignored_tensors),
+            ignored_tensors=_ignored(
+                (*family.ignored_tensors, *ignored_tensors), values["n_layers"]
+            ),
             biases=_biases(family, config, where, names, held, values, kinds),
         )
     except UsageError as error:
@@ -239,6 +245,11 @@ def _from_config(
             continue
         if rule.kinds:
             return types_of(value, rule.kinds, values["n_layers"], f"{where}: {key}")
+        if rule.where is not None:
+            words = check_value(value, f"{where}: {key}", [str])
+            if len(words) > MAX_ITEMS:
+                raise UsageError(f"{where}: {key}: may have at most {MAX_ITEMS} entries")
+            return tuple(i for i, word in enumerate(words) if word == rule.where)
         if rule.values:
             if isinstance(value, str) and isinstance(FIELDS[field].kind, list):  # a letter each
                 return _letters(value, rule.values, f"{where}: {_full(config, key)}")
@@ -247,6 +258,8 @@ def _from_config(
             return rule.values[word]
         if isinstance(value, str):
             value = FIELDS[field].aliases.get(value, value)
+        elif isinstance(value, list) and FIELDS[field].kind in (int, float):
+            value = _common(value, f"{where}: {_full(config, key)}")
         return check_field(value, f"{where}: {_full(config, key)}", FIELDS[field])
     if rule.same_as is not None:
         other = values.get(rule.same_as)
@@ -256,6 +269,16 @@ def _from_config(
     if rule.formula is not None:
         return _computed(field, rule.formula, config, where, values)
     return rule.default
+
+
+def _common(each: Sequence[Any], where: str) -> Any:
+    """Return the number that a list states for each layer."""
+    if not each or any(not _same(other, each[0]) for other in each):
+        raise UsageError(
+            f"{where}: must be one number, or a list of the same number for each layer, got "
+            f"{shown(each)}"
+        )
+    return each[0]
 
 
 def _letters(text: str, values: Mapping[str, Any], where: str) -> tuple[Any, ...]:
@@ -274,7 +297,8 @@ def _computed(
 
     def value_of(name: str) -> Any:
         value = values.get(name)
-        return lookup(config, name) if value is None or value is REQUIRED else value
+        key = f"{{arch}}{name.removeprefix('arch')}" if name.startswith("arch.") else name
+        return lookup(config, key) if value is None or value is REQUIRED else value
 
     value = evaluate(formula, f"{where}: {field}", value_of)
     if value is None:
@@ -305,80 +329,6 @@ def _check_layers(
 # ---- what follows from the fields ---------------------------------------------------------------
 
 
-def _ropes(
-    values: Mapping[str, Any],
-    config: Mapping[str, Any],
-    where: str,
-    divisors: Mapping[str, Sequence[float]] | None,
-) -> tuple[RopeSpec, RopeSpec | None, float]:
-    """Return the rotary embeddings of all layers and of local layers, and the softmax factor."""
-    style, theta = values["rope_style"], values["rope_theta"]
-    if values["position"] != "rope":
-        return RopeSpec(style, theta, 0), None, 1.0
-    dim = values["rope_dim"]
-    if dim is None:
-        dim = int(values["head_dim"] * values["rope_fraction"])
-    max_context = values["max_context"]
-    try:
-        scaling = RopeScaling.from_config(
-            _scaling_table(values["rope_scaling"], values["rope_truncate"]),
-            max_position=max_context,
-            original_max_position=values["rope_original_context"],
-        )
-        if divisors:
-            scaling = _stored_scaling(values, divisors, where)
-        factor = 1.0 if scaling is None else float(scaling.softmax_factor)
-    except (UsageError, TypeError, ArithmeticError) as error:
-        raise UsageError(f"{where}: rope_scaling: {error}") from error
-    local = values["local_rope_theta"]
-    local_rope = None if local is None else RopeSpec(style, local, dim)
-    return RopeSpec(style, theta, dim, scaling), local_rope, factor
-
-
-def _stored_scaling(
-    values: Mapping[str, Any], divisors: Mapping[str, Sequence[float]], where: str
-) -> RopeScaling:
-    """Return the scaling of divisors stored in the checkpoint."""
-    each = {name: tuple(map(float, numbers)) for name, numbers in divisors.items()}
-    max_context = values["max_context"]
-    if "rope_divisors" in each:
-        all_lengths = each["rope_divisors"]
-        return LongRopeScaling(
-            short_factor=all_lengths, long_factor=all_lengths, original_max_position=max_context
-        )
-    if len(each) != 2:
-        raise UsageError(
-            f"{where}: the checkpoint has {next(iter(each))} only; LongRoPE needs the divisors for "
-            "short and for long sequences"
-        )
-    original = values["rope_original_context"] or max_context
-    return LongRopeScaling(
-        short_factor=each["rope_short_divisors"],
-        long_factor=each["rope_long_divisors"],
-        original_max_position=original,
-        factor=max_context / original,
-        attention_factor=(values["rope_scaling"] or {}).get("attn_factor"),
-    )
-
-
-_GGUF_SCALING = {"original_context_length": "original_max_position_embeddings"}
-
-
-def _scaling_table(table: Mapping[str, Any] | None, truncate: bool | None) -> dict[str, Any] | None:
-    """Return a rotary scaling with the keys of config.json; GGUF has other ones."""
-    if not table:
-        return None
-    words = {_GGUF_SCALING.get(k, k): v for k, v in table.items() if k != "finetuned"}
-    if words.keys() <= {"original_max_position_embeddings", "attn_factor"}:
-        return None  # parameters of stored divisors
-    log_multiplier = words.pop("yarn_log_multiplier", None)
-    if log_multiplier:  # as in llama.cpp, the temperature is in the softmax alone
-        words |= dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * log_multiplier)
-    if truncate is not None and words.get("rope_type", words.get("type")) == "yarn":
-        words["truncate"] = truncate
-    return None if words.get("type") == "none" else words
-
-
 def _full_layers(values: Mapping[str, Any], kinds: Sequence[LayerKind]) -> frozenset[int]:
     """Return the layers with full attention in a model with a window."""
     n, every = values["n_layers"], values["full_layer_every"]
@@ -388,25 +338,6 @@ def _full_layers(values: Mapping[str, Any], kinds: Sequence[LayerKind]) -> froze
         return frozenset(i for i, kind in enumerate(kinds) if not kind.window)
     first = values["window_first_layer"]
     return frozenset(i for i in range(n) if i < first or (every and (i + 1) % every == 0))
-
-
-def _unrotated(
-    values: Mapping[str, Any], full_layers: frozenset[int], where: str
-) -> frozenset[int]:
-    """Return the layers without rotation in a model with rotation."""
-    n, every, flags = values["n_layers"], values["unrotated_every"], values["rope_layers"]
-    if values["position"] != "rope":
-        return frozenset()
-    if flags:
-        if len(flags) != n or not set(flags) <= {0, 1}:
-            raise UsageError(
-                f"{where}: rope_layers must be {n} times 0 or 1, one for each layer, "
-                f"got {list(flags)!r:.80}"
-            )
-        return frozenset(i for i, rotates in enumerate(flags) if not rotates)
-    if values["rope_windows_only"]:
-        return full_layers if values["window"] is not None else frozenset(range(n))
-    return frozenset(i for i in range(n) if every and (i + 1) % every == 0)
 
 
 def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
@@ -474,7 +405,7 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
     every, dense = max(1, values["expert_every"]), set(values["dense_layers"])
     layers = frozenset(
         i
-        for i in range(values["dense_first"], values["n_layers"])
+        for i in range(values["dense_first"], values["n_layers"] - values["dense_last"])
         if (i + 1) % every == 0 and i not in dense
     )
     router = ("scoring", "renormalize", "scale", "groups", "groups_used", "group_score")
@@ -491,6 +422,13 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
 
 
 # ---- tensors ----------------------------------------------------------------------------------
+
+
+def _ignored(patterns: Sequence[str], n_layers: int) -> tuple[str, ...]:
+    """Return patterns of tensors with numbers for ``{behind}``, layers behind the last one."""
+    numbers = range(n_layers, n_layers + N_BEHIND)
+    found = (pattern.replace("{behind}", str(n)) for pattern in patterns for n in numbers)
+    return tuple(dict.fromkeys(found))
 
 
 def _names(

@@ -11,7 +11,7 @@ from typing import Any
 
 from nbflow.checkpoint import WeightFile, open_weights
 from nbflow.checkpoint.hub import find_cached, is_repo_name, repo_of
-from nbflow.spec.family import Family, family_of
+from nbflow.spec.family import Family, family_of_config
 from nbflow.spec.fields import DIVISORS, check_field
 from nbflow.spec.model_file import (
     GENERATION,
@@ -255,7 +255,7 @@ def _describe(path: Path, config: Mapping[str, Any], where: str) -> ModelFile:
     """Return the family and name of a checkpoint without a model file."""
     if not config:
         raise UsageError(f"{where}: not found; the weights alone do not say what model they are")
-    return ModelFile(_name(path), "", family_of(config.get("model_type"), where))
+    return ModelFile(_name(path), "", family_of_config(config, where))
 
 
 def _rope_divisors(family: Family, weights: WeightFile) -> dict[str, list[float]]:

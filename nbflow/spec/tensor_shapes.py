@@ -8,7 +8,7 @@ columns.
 from __future__ import annotations
 
 from nbflow.spec.architecture import Architecture, LatentSpec
-from nbflow.spec.fields import EXPERT_BIASES
+from nbflow.spec.fields import EXPERT_BIASES, XIELU
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -56,6 +56,8 @@ def layer_shapes(spec: Architecture, layer: int) -> Shapes:
         shapes |= _gated("ffn", E, spec.intermediate_size)
         if not spec.gated:
             del shapes["ffn.gate.weight"]
+        if spec.activation == "xielu":
+            shapes |= {f"{name}.weight": (1,) for name in XIELU}
     for name in sorted(spec.biases):
         if f"{name}.weight" in shapes:
             shapes[f"{name}.bias"] = shapes[f"{name}.weight"][:1]

@@ -102,6 +102,7 @@ WRITTEN = (
     "deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "olmo2", "olmoe", "cohere", "nemotron",
     "cohere_plus", "stablelm2_12b", "internlm2",
     "glm4", "granitemoe", "mpt", "gpt_oss", "gpt_oss_floats",
+    "seed_oss", "arcee", "ernie4_5", "hunyuan", "exaone4_full",
 )  # fmt: skip
 """Golden models that GGUF can express; the windows and scales of others are in `PUBLISHED`."""
 NOT_LIKE_LLAMA_CPP = {

@@ -23,8 +23,14 @@ PERMUTED = (
     "baichuan",
     "smollm3",
     "internlm2",
+    "arcee",
+    "mistral3",
 )
 """Architectures whose rotary pairs the converter makes neighbours."""
+
+
+_LIKE_DEEPSEEK = ("dots1", "glm4_moe", "bailing")
+"""Families with the metadata of DeepSeek V3's experts."""
 
 
 def write_gguf(
@@ -136,8 +142,11 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     if not spec.causal:
         writer.add_causal_attention(False)
         writer.add_token_type_count(spec.type_vocab_size)
-    if spec.family == "gpt_oss":
+    if spec.family in ("gpt_oss", "ministral3", "olmo3"):
         _add_yarn(writer, spec)
+    if spec.temperature is not None:
+        writer.add_rope_scaling_yarn_log_mul(spec.rope.scaling.mscale_all_dim)
+        writer.add_attn_temperature_scale(spec.temperature.scale)
     if spec.moe is not None:
         writer.add_expert_count(spec.moe.n_experts)
         writer.add_expert_used_count(spec.moe.top_k)
@@ -145,9 +154,10 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
             writer.add_expert_feed_forward_length(spec.moe.expert_size)
         if spec.family == "qwen2_moe":
             writer.add_expert_shared_feed_forward_length(spec.moe.shared_size)
-        if spec.family.startswith("deepseek"):
+        if spec.family.startswith(("deepseek", "ernie4_5", *_LIKE_DEEPSEEK)):
             writer.add_expert_shared_count(spec.moe.shared_size // spec.moe.expert_size)
             writer.add_leading_dense_block_count(1)
+        if spec.family.startswith(("deepseek", *_LIKE_DEEPSEEK)):
             writer.add_expert_weights_scale(spec.moe.scale)
             writer.add_expert_weights_norm(spec.moe.renormalize)
             gating = gguf.ExpertGatingFuncType[spec.moe.scoring.upper()]
@@ -236,7 +246,7 @@ def _neighbours(array, head_dim):
 def _fuse(tensors, arch):
     """Fuse the tensors that the architecture's files store as one."""
     joins = {}
-    if arch in ("gptneox", "bloom", "gpt2", "phi3", "chatglm", "falcon", "mpt"):
+    if arch in ("gptneox", "bloom", "gpt2", "phi3", "chatglm", "falcon", "mpt", "bailingmoe2"):
         joins["attn_qkv"] = ("attn_q", "attn_k", "attn_v")
     if arch in ("phi3", "chatglm", "glm4"):
         joins["ffn_up"] = ("ffn_gate", "ffn_up")

@@ -80,7 +80,7 @@ def test_keys_and_values_in_formats_of_their_own(name):
     np.testing.assert_array_equal(*found)
 
 
-STORED_OTHERWISE = ("gpt_oss_floats", "llama_fp8")  # other files of such models
+STORED_OTHERWISE = ("gpt_oss_floats", "gpt_oss_limit", "llama_fp8")  # other files of such models
 ONE_GROUP = ("granite4_dense",)  # ranks of a stage cannot share its norm
 
 

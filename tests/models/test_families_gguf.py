@@ -27,6 +27,11 @@ MODELS = {
     "orion": "orion", "phi2": "phi", "phi3": "phi3", "qwen2": "qwen2",
     "qwen2moe": "qwen2_moe", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "stablelm": "stablelm",
     "gpt-oss": "gpt_oss", "internlm2": "internlm2",
+    "seed_oss": "seed_oss", "arcee": "arcee", "ernie4_5": "ernie4_5",
+    "ernie4_5-moe": "ernie4_5_moe", "hunyuan-dense": "hunyuan", "hunyuan-moe": "hunyuan_moe",
+    "dots1": "dots1", "exaone4": "exaone4", "mistral3": "ministral3", "qwen2vl": "qwen2_5_vl",
+    "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "glm4moe": "glm4_moe",
+    "bailingmoe2": "bailing_moe_v2",
 }  # fmt: skip
 """Architecture -> golden model."""
 OTHERS = {"bert", "t5"}
@@ -34,6 +39,9 @@ OTHERS = {"bert", "t5"}
 NOT_IN_GGUF = {
     "cohere2": "full_layer_every = 2",
     "smollm3": "unrotated_every = 2",
+    "ernie4_5-moe": "dense_last = 1",
+    "dots1": 'window = 9\nlayer_types = ["full_attention", "full_attention", "sliding_attention"]',
+    "exaone4": "full_layer_every = 3",
     "starcoder2": "window = 9",
     "gemma2": f"sm_scale = {24**-0.5}",
     "gemma3": f"sm_scale = {24**-0.5}\nfull_layer_every = 2",
@@ -45,17 +53,18 @@ def test_all_architectures_are_tested():
     assert set(MODELS) | OTHERS == set(families_by_arch())
 
 
-WITH_HEAD_NORMS = {"command-r": "cohere_plus", "stablelm": "stablelm2_12b"}
-"""Architecture -> golden model whose heads' queries and keys have norms of their own."""
+OTHER_MODELS = {"command-r": "cohere_plus", "stablelm": "stablelm2_12b", "olmo2": "olmo3"}
+"""Architecture -> golden model whose heads' queries and keys have norms of their own; OLMo 3."""
 
 
-@pytest.mark.parametrize(("arch", "name"), [*MODELS.items(), *WITH_HEAD_NORMS.items()])
+@pytest.mark.parametrize(("arch", "name"), [*MODELS.items(), *OTHER_MODELS.items()])
 def test_model_from_a_gguf_file(arch, name, tmp_path):
     source, path, spec_file = FOLDER / name, tmp_path / "model.gguf", None
     write_gguf(source, arch, path)
     if arch in NOT_IN_GGUF:
         spec_file = tmp_path / "model.toml"
-        spec_file.write_text(f'family = "{arch}_gguf"\n[override]\n{NOT_IN_GGUF[arch]}\n')
+        family = families_by_arch()[arch].name
+        spec_file.write_text(f'family = "{family}"\n[override]\n{NOT_IN_GGUF[arch]}\n')
     spec = resolve(path, spec=spec_file).spec
     assert spec.family == families_by_arch()[arch].name
     assert {spec.checkpoint_name(ours) for ours in spec.tensor_shapes()} <= known_names(arch, spec)

@@ -60,7 +60,7 @@ def test_mxfp4_of_two_tensors_is_read_without_rounding():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"swiglu_limit": 5.0}, r"swiglu_limit = 5\.0 is not supported by family 'gpt_oss'"),
+        ({"swiglu_alpha": 1.5}, r"swiglu_alpha = 1\.5 is not supported by family 'gpt_oss'"),
         ({"quantization_config": {"quant_method": "quark"}}, "quant_method = 'quark'"),
     ],
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nbflow.checkpoint import open_weights
-from nbflow.spec.family import family_of
+from nbflow.spec.family import family_of_config
 from nbflow.spec.from_config import build_spec
 from nbflow_kernels.errors import UsageError
 
@@ -27,7 +27,7 @@ def spec_of(name, changes):
     config = {key: value for key, value in config.items() if value is not ABSENT}
     with open_weights(FOLDER / name) as file:
         held = file.names()
-    family = family_of(config["model_type"], "config.json")
+    family = family_of_config(config, "config.json")
     return build_spec(family, config, name=name, where="config.json", checkpoint_tensors=held)
 
 
@@ -75,6 +75,12 @@ NO_EFFECT = [
     ("flan_t5", {"tie_word_embeddings": False, "scale_decoder_outputs": ABSENT}),
     ("cohere", {"use_qk_norm": False}),
     ("stablelm", {"qk_layernorm": False}),
+    ("ernie4_5_moe", {"moe_layer_end_index": 2, "moe_capacity": [64, 64], "mtp_loss_weight": 0.3}),
+    ("hunyuan_moe", {"moe_topk": 2, "num_experts": [5, 5], "moe_intermediate_size": [12, 12]}),
+    ("hunyuan", {"use_qk_norm": True, "use_cla": False, "cla_share_factor": 2}),
+    ("seed_oss", {"residual_dropout": 0.1, "pretraining_tp": 2}),
+    ("exaone4", {"sliding_window_pattern": "LLLG"}),  # layer_types says it
+    ("exaone4_full", {"sliding_window_pattern": None, "layer_types": None}),
     ("deepseek_v2", {"aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 8}),
     ("chatglm2", {"apply_query_key_layer_scaling": True, "fp32_residual_connection": True}),
 ]  # fmt: skip
@@ -104,7 +110,24 @@ ROPES = [
     ("gpt_neox", PLAIN_ROPE | {"rotary_pct": 0.5, "rotary_emb_base": 10000}),
     ("stablelm", PLAIN_ROPE | {"partial_rotary_factor": 0.5}),
     ("stablelm", {"partial_rotary_factor": 0.25}),
-]
+    (
+        "olmo3",
+        {
+            "rope_theta": 5e3, "rope_parameters": ABSENT,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                             "original_max_position_embeddings": 16},
+        },
+    ),
+    (
+        "hunyuan",
+        PLAIN_ROPE | {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0,
+                                       "beta_fast": 32, "mscale": 1.0, "mscale_all_dim": 0.0}},
+    ),
+    ("internlm3", PLAIN_ROPE | {"rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}),
+    ("seed_oss", PLAIN_ROPE),
+    ("qwen2", PLAIN_ROPE | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]}}),
+    ("bailing_moe_v2", PLAIN_ROPE | {"partial_rotary_factor": 0.5}),
+]  # fmt: skip
 """The rotary embedding in the words of transformers 4 and 5."""
 
 
@@ -124,6 +147,16 @@ DEFAULTS = [
     ("olmo2", "rms_norm_eps", "norm_eps", 1e-5),
     ("mixtral", "rms_norm_eps", "norm_eps", 1e-5),
     ("roberta", "layer_norm_eps", "norm_eps", 1e-12),
+    ("olmo3", "rope_parameters", "rope.theta", 5e5),
+    ("olmo3", "rope_parameters", "local_rope.theta", 5e5),
+    ("apertus", "rope_parameters", "rope.theta", 12e6),
+    ("apertus", "rope_parameters", "rope.scaling.factor", 8.0),
+    ("ernie4_5", "rope_parameters", "rope.theta", 5e5),
+    ("solar_open", "rope_parameters", "rope.theta", 1e6),
+    ("exaone_moe", "routed_scaling_factor", "moe.scale", 2.5),
+    ("exaone_moe", "mlp_layer_types", "moe.layers", frozenset({1, 2})),
+    ("ernie4_5_moe", "moe_layer_end_index", "moe.layers", frozenset({1, 2, 3})),
+    ("arcee", "hidden_act", "activation", "relu2"),
     ("m2m_100", "activation_function", "activation", "relu"),
     ("m2m_100", "scale_embedding", "embed_scale", math.sqrt(24)),
     ("bart", "scale_embedding", "embed_scale", 1.0),
@@ -160,7 +193,30 @@ MATTERS = [
     ("olmo", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
     ("phi", {"qk_layernorm": True}, "qk_layernorm = True"),
     ("cohere2", {"use_qk_norm": True}, "use_qk_norm = True"),
-    ("gpt_oss_floats", {"swiglu_limit": 6.0}, "swiglu_limit = 6.0"),
+    ("gpt_oss_floats", {"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5"),
+    ("gpt_oss_floats", {"swiglu_limit": -1.0}, "swiglu_limit"),
+    ("olmo3", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}},
+     "rope_parameters.rope_type = 'yarn'"),
+    ("apertus", {"qk_norm": False}, "qk_norm = False"),
+    ("apertus", {"post_norm": True}, "post_norm = True"),
+    ("ernie4_5", {"compression_ratio": 0.5}, "compression_ratio = 0.5"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias = True"),
+    ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min = 0.1"),
+    ("ernie4_5_moe", {"moe_k": [3, 2]}, "moe_k: must be one number, or a list of the same"),
+    ("hunyuan", {"use_cla": True}, "use_cla = True"),
+    ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": -2.0}},
+     "alpha must be above 0"),
+    ("hunyuan", {"use_qk_norm": False}, "use_qk_norm = False"),
+    ("hunyuan_moe", {"moe_topk": [1, 2]}, "moe_topk: must be one number"),
+    ("hunyuan_moe", {"use_mixed_mlp_moe": False}, "use_mixed_mlp_moe = False"),
+    ("dots1", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+    ("exaone4", {"layer_types": ABSENT, "sliding_window_pattern": "LLLG"},
+     "sliding_window_pattern: must be a whole number"),
+    ("afmoe", {"score_func": "softmax"}, "score_func = 'softmax'"),
+    ("afmoe", {"sliding_window": None}, "sliding_window"),
+    ("bailing_moe_v2", {"norm_head": True}, "norm_head = True"),
+    ("minicpm3", {"scale_depth": None}, "the configuration does not say residual_scale"),
+    ("ministral3", {"text_config": {"model_type": "sphinx"}}, "unknown model_type 'mistral3'"),
     ("gpt_neox", {"attention_bias": False}, "attention_bias = False"),
     ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
     ("bart", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
@@ -184,8 +240,24 @@ CHANGES = [
     ("roberta", {"pad_token_id": 3}, "max_context", 62),
     ("t5", {"scale_decoder_outputs": False}, "logits_scale", 1.0),
     ("flan_t5", {"scale_decoder_outputs": True}, "logits_scale", 1 / math.sqrt(24)),
+    ("gpt_oss_limit", {"swiglu_limit": 6.0}, "swiglu_limit", 6.0),
+    ("olmo3", {"sliding_window": 5}, "window", 5),
+    ("olmo3", {"layer_types": ABSENT}, "full_layers", frozenset({3})),
+    ("vaultgemma", {"layer_types": ABSENT}, "full_layers", frozenset({1, 3})),
+    ("dots1", {"layer_types": ABSENT}, "full_layers", frozenset({0, 1})),
+    ("exaone4", {"layer_types": ABSENT}, "full_layers", frozenset({2})),
+    ("exaone_moe", {"layer_types": ABSENT}, "full_layers", frozenset({1})),
+    ("afmoe", {"layer_types": ABSENT}, "full_layers", frozenset({1})),
+    ("gemma3_images", {"tie_word_embeddings": False}, "tied_head", False),
+    ("exaone4", {"sliding_window": None}, "unrotated_layers", frozenset()),
+    ("ernie4_5", {"use_bias": False}, "biases", frozenset()),
+    ("afmoe", {"mup_enabled": False}, "embed_scale", 1.0),
+    ("hunyuan", {"attention_bias": False}, "biases", frozenset()),
+    ("internlm3", {"attention_bias": False, "mlp_bias": False, "qkv_bias": True}, "biases",
+     frozenset({"attn.q", "attn.k", "attn.v"})),
+    ("minicpm3", {"scale_emb": 1.0}, "embed_scale", 1.0),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, "full_layers", frozenset()),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "changes", "field", "value"), CHANGES)

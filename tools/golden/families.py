@@ -24,6 +24,7 @@ from typing import Any
 import fp8_mxfp4
 import numpy as np
 import published_models as published
+import recent_models as recent
 import torch
 import transformers
 from random_models import Convert, Made, Tensors, in_float64, randomize
@@ -252,6 +253,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_attention", "mlp", "full_attention", "mlp"]}),
 }  # fmt: skip
 """Models with recurrent layers: name -> class and configuration."""
+WIDE = RECURRENT | recent.MODELS
+"""Models whose logits are computed in float64."""
 
 BERT = {
     "vocab_size": 97, "hidden_size": 36, "intermediate_size": 56, "num_hidden_layers": 2,
@@ -312,20 +315,26 @@ PUBLISHED: dict[str, Callable[[], Made]] = {
 
 def from_transformers(kind: str, options: dict[str, Any]) -> Made:
     """Return a model of transformers with random weights."""
-    base = kind.removesuffix("LMHead")
+    base = kind.removesuffix("LMHead").removesuffix(recent.WITH_IMAGES)
     config_name = f"{base}TextConfig" if kind in TEXT_OF else f"{base}Config"
     config = getattr(transformers, config_name)(**options, initializer_range=0.5)
     # transformers 5.23 adds Falcon's ALiBi twice in its eager attention
     config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
-    if kind in {recurrent for recurrent, _ in RECURRENT.values()}:
-        config._experts_implementation = "eager"  # which also computes in float64
+    if kind in {wide for wide, _ in WIDE.values()}:
+        for each in (config, config.get_text_config()):
+            each._experts_implementation = "eager"  # which also computes in float64
     suffix = "LMHeadModel" if kind.endswith("LMHead") else "ForCausalLM"
+    if kind.endswith(recent.WITH_IMAGES):
+        suffix = recent.WITH_IMAGES
     if kind in {encoder for encoder, _ in ENCODERS.values()}:
         suffix = "ForMaskedLM"
     is_pair = kind in {pair for pair, _ in PAIRS.values()}
     if is_pair:
         suffix = "MTModel" if kind == "Marian" else "ForConditionalGeneration"
-    model = getattr(transformers, base + suffix)(config).eval()
+    found = getattr(transformers, base + suffix, None)
+    # InternLM 3 has a configuration only, for the implementation of another model
+    made = transformers.AutoModelForCausalLM.from_config(config) if found is None else found(config)
+    model = made.eval()
     convert = None
     if base == "T5" and options.get("tie_word_embeddings") is False:
         # transformers 5.23 ties the head at construction, though the checkpoints have one
@@ -355,7 +364,8 @@ def well_conditioned(kind: str, options: dict[str, Any]) -> Made:
             with in_float64(made.model):
                 exact = narrow(ids)
         if (rough - exact).abs().max() < MAX_ERROR * exact.abs().max():
-            convert = AS_RELEASED[kind](made.model) if kind in AS_RELEASED else None
+            released = AS_RELEASED | recent.AS_RELEASED
+            convert = released[kind](made.model) if kind in released else None
             return Made(made.model, functools.partial(_wide_logits, made), convert)
     raise ValueError(f"no random weights of {kind} give float32 logits to {MAX_ERROR}")
 
@@ -430,11 +440,11 @@ def with_head(model: Any) -> Convert:
 def main() -> None:
     """Write the folders named on the command line, or all."""
     transformers.utils.logging.disable_progress_bar()
-    wanted = sys.argv[1:] or [*HF, *RECURRENT, *ENCODERS, *PAIRS, *STORED, *PUBLISHED]
+    wanted = sys.argv[1:] or [*HF, *WIDE, *ENCODERS, *PAIRS, *STORED, *PUBLISHED]
     for name in wanted:
         torch.manual_seed(sum(map(ord, name)))
-        if name in RECURRENT:
-            write(name, well_conditioned(*RECURRENT[name]))
+        if name in WIDE:
+            write(name, well_conditioned(*WIDE[name]))
         elif name in PUBLISHED:
             write(name, PUBLISHED[name]())
         elif name in STORED:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from nbflow_kernels.activation.swigluoai import ALPHA, NAME, swigluoai_limit
 from nbflow_kernels.cpu import jit, simd, simd_shuffle
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_math import keep_nan, one_plus_exp, sigmoid
@@ -31,19 +32,22 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu2": (RELU2, 0.0, 0.0),
     "sigmoid": (SIGMOID, 0.0, 0.0),
 }
-OAI = (1.702, 7.0)
-"""Alpha and limit of gpt-oss."""
-GATED = {**ACTIVATIONS, "swigluoai": (CLAMPED, *OAI)}
+GATED = (*ACTIVATIONS, NAME)
 """Functions of a gate; the last one takes gate and up projection together."""
 
 
 def glu(x, activation, gate_first, out):
-    """Compute `nbflow_kernels.glu` with any of `GATED`; rows of `x` and `out` may be strided."""
+    """Compute `nbflow_kernels.glu` with any of `GATED`; rows of `x` and `out` may be strided.
+
+    ``swigluoai`` may have another limit (`swigluoai_limit`).
+    """
     hold(x)
     first = address_of(x)
     second = first + out.shape[1] * 4
     gate, up = (first, second) if gate_first else (second, first)
-    _run(GATED[activation], gate, up, x.strides[0], False, out)
+    limit = swigluoai_limit(activation)
+    function = ACTIVATIONS[activation] if limit is None else (CLAMPED, ALPHA, limit)
+    _run(function, gate, up, x.strides[0], False, out)
 
 
 def swigluoai_and_mul(x, alpha, limit, interleaved, out):

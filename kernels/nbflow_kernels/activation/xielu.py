@@ -11,6 +11,14 @@ from nbflow_kernels.activation import cpu_xielu, cuda
 from nbflow_kernels.arrays import check_array, is_cuda, output
 
 
+def xielu_numbers(
+    alpha_p: NDArray[Any], alpha_n: NDArray[Any], beta: NDArray[Any], eps: NDArray[Any]
+) -> tuple[float, float, float, float]:
+    """Return the arguments of `xielu` of the numbers that a checkpoint stores, arrays of one."""
+    p, n, b, e = (float(number.item()) for number in (alpha_p, alpha_n, beta, eps))
+    return float(np.logaddexp(0.0, p)), b + float(np.logaddexp(0.0, n)), b, e
+
+
 def xielu(
     x: NDArray[np.float32],
     alpha_p: float,

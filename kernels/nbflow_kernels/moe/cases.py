@@ -212,6 +212,7 @@ CASES = [
     _layer("no_tokens", 0, 4, 2, 32, 32, "float32_array"),
     _layer("gpt_oss", 3, 4, 2, 64, 32, "q4", separate=True, activation="swigluoai", bias=True),
     _layer("biases", 3, 4, 2, 32, 24, "float32_array", activation="swigluoai", bias=True),
+    _layer("limit", 3, 4, 2, 32, 24, "float32_array", activation="swigluoai:0.7", bias=True),
     _layer("deepseek_moe_16b_1_token", 1, 64, 6, 2048, 1408, "q4", timed=True),
 ]  # fmt: skip
 """Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.activation import cpu as activation_cpu
 from nbflow_kernels.activation import cuda as activation_cuda
+from nbflow_kernels.activation.swigluoai import swigluoai_limit
 from nbflow_kernels.arrays import check_array, check_together, empty, is_cuda, output_array
 from nbflow_kernels.cpu.parallel_for import together
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -168,7 +169,8 @@ def fused_moe(
         Up projection of each expert, (E, F, H), if it is stored by itself.
     activation : str
         As in the ops ``..._and_mul``: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"``, ...;
-        ``"swigluoai"`` with the numbers of gpt-oss, gate and up not interleaved.
+        ``"swigluoai"`` with the numbers of gpt-oss, gate and up not interleaved, or
+        ``"swigluoai:4.5"`` with another limit.
     shared : SharedExpert, optional
         An expert of all tokens; its result is added.
     gate_up_bias : array of float32, shape (E, 2F), optional
@@ -310,7 +312,7 @@ def _shared_projections(x: Any, shared: SharedExpert, F: int) -> Any:
 
 def _activation(name: str, x: Any) -> Any:
     """Return the launcher of a gated activation."""
-    if name not in activation_cpu.GATED:
+    if name not in activation_cpu.GATED and swigluoai_limit(name) is None:
         raise unknown_name("activation", name, activation_cpu.GATED)
     glu = (activation_cuda if is_cuda(x) else activation_cpu).glu
     return lambda both, hidden: glu(both, name, True, hidden)
