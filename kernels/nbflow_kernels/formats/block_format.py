@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -12,15 +11,13 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import parallel_for
-from nbflow_kernels.cpu.simd_memory import read_f16, read_i64, read_u16, write_i64
+from nbflow_kernels.cpu.simd_memory import read_f16, read_u16
 from nbflow_kernels.formats.bit_fields import (
-    NO_FIELD,
-    ONE_GROUP,
-    FieldConstants,
-    field_constants,
+    Unpacking,
     pack_blocks,
-    read_number,
     unpack_field,
+    unpack_rows,
+    unpacking,
 )
 from nbflow_kernels.formats.codec_spec import (
     CodecSpec,
@@ -33,7 +30,6 @@ from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 
 CHUNK = 1 << 22  # weights decoded or quantized at once: bounds temporaries to about 50 MB
 DECODE_COST = 8.0  # operations per weight, for the choice of thread count
-NO_TABLE = np.zeros(0, np.uint8)
 
 Scales = NDArray[np.int16]
 
@@ -58,108 +54,6 @@ def _e4m3_halves() -> Floats:
 
 E8M0, E4M3 = _e8m0_halves(), _e4m3_halves()
 """Lookup tables from a byte of `d` to its value; see `CodecSpec.d_type`."""
-
-
-# ---- codes and scales ---------------------------------------------------------------------------
-
-
-@jit.device_function(inline="always")
-def read_code(row, at, i, table, code):
-    """Read code `i` of the block at byte `at`; `code` are the constants of its field."""
-    return read_number(row, at, i, code)
-
-
-WordPlane = tuple[int, ...]
-"""A plane of codes, for reads of 8 codes as the bytes of an int64: byte offset, log2 of numbers per
-group, bytes between groups, log2 of the stride, bit, pitch, numbers per group - 1, mask of the
-bits in each byte, shift."""
-WordField = tuple[Any, ...]
-"""Number of planes, XOR mask of 8 codes, and the planes."""
-NO_WORD_PLANE: WordPlane = (0,) * 9
-
-
-def word_field(field: Field) -> WordField | None:
-    """Return the constants for `read_8_codes`, or None if 8 codes do not lie in 8 bytes."""
-    if field.radix or field.n % 8 or field.bits > 8 or len(field.planes) > 3:
-        return None
-    planes: list[WordPlane] = []
-    for plane in field.planes:
-        group = plane.stride * plane.per_group
-        together = plane.stride % 8 == 0 or (group == plane.step == 1)
-        if not together or plane.word_bytes > 1 or plane.first or plane.count:
-            return None
-        in_one = group == plane.span(field.n)
-        planes.append((
-            plane.at, ONE_GROUP if in_one else group.bit_length() - 1, plane.step,
-            plane.stride.bit_length() - 1, plane.bit, plane.pitch, plane.per_group - 1,
-            _in_each_byte((1 << plane.bits) - 1), plane.shift,
-        ))  # fmt: skip
-    n_planes = len(planes)
-    planes += [NO_WORD_PLANE] * (3 - n_planes)
-    return (n_planes, _in_each_byte(field.flip), *planes)
-
-
-def _in_each_byte(number: int) -> int:
-    """Return the int64 of 8 equal bytes."""
-    return int.from_bytes(bytes([number]) * 8, "little", signed=True)
-
-
-@jit.device_function(inline="always")
-def _read_8_bits(at, i, plane):
-    """Return the bits of codes `i` .. `i` + 7 stored in a plane, one code per byte."""
-    first = at + plane[0] + (i & ((1 << plane[3]) - 1))
-    if plane[1] < ONE_GROUP:
-        first += (i >> plane[1]) * plane[2]
-    bit = plane[4] + ((i >> plane[3]) & plane[6]) * plane[5]
-    return ((read_i64(first) >> bit) & plane[7]) << plane[8]
-
-
-@jit.device_function(inline="always")
-def _decode_8_codes(at, size, code, to):
-    """Unpack the `size` codes of the block at an address to the bytes at `to`."""
-    for i in range(0, size, 8):
-        codes = _read_8_bits(at, i, code[2])
-        if code[0] > 1:
-            codes |= _read_8_bits(at, i, code[3])
-        if code[0] > 2:
-            codes |= _read_8_bits(at, i, code[4])
-        write_i64(to + i, codes ^ code[1])
-
-
-@jit.device_function(inline="always")
-def decode_word_rows(code, sizes, scale, minimum, data, codes, scales, mins, start, stop):
-    """Unpack as `decode_rows` codes of which 8 lie in 8 bytes; `code` is from `word_field`."""
-    size, n_scales, n_mins, n_bytes = sizes
-    for r in range(start, stop):
-        row, out_scales, out_mins = data[r], scales[r], mins[r]
-        for b in range(data.shape[1] // n_bytes):
-            at = b * n_bytes
-            _decode_8_codes(simd.address(row) + at, size, code, simd.address(codes[r]) + b * size)
-            for s in range(n_scales):
-                out_scales[b * n_scales + s] = read_number(row, at, s, scale)
-            for s in range(n_mins):
-                out_mins[b * n_mins + s] = read_number(row, at, s, minimum)
-
-
-@jit.device_function(inline="always")
-def decode_rows(read, code, sizes, scale, minimum, data, table, codes, scales, mins, start, stop):
-    """Unpack codes, scales and minima of rows [start, stop).
-
-    ``read(row, at, i, table, code)`` reads code `i` of the block at byte `at`; `sizes` are the
-    numbers of weights, scales, minima and bytes per block.
-    """
-    size, n_scales, n_mins, n_bytes = sizes
-    for r in range(start, stop):
-        row, out, out_scales, out_mins = data[r], codes[r], scales[r], mins[r]
-        for b in range(data.shape[1] // n_bytes):
-            at = b * n_bytes
-            for group in range(0, size, 8):
-                for j in range(8):  # unrolled: subexpressions common to 8 codes are computed once
-                    out[b * size + group + j] = read(row, at, group + j, table, code)
-            for s in range(n_scales):
-                out_scales[b * n_scales + s] = read_number(row, at, s, scale)
-            for s in range(n_mins):
-                out_mins[b * n_mins + s] = read_number(row, at, s, minimum)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -212,54 +106,23 @@ class FieldFormat(QuantFormat):
         """Integer minima per block."""
         return self.n_scales if self.integer_form.base == "min" else 0
 
-    @property
-    def table(self) -> NDArray[Any]:
-        """Lookup table of the code decoder; empty if it needs none."""
-        return NO_TABLE
-
-    def _decoder(self) -> tuple[tuple[int, ...], FieldConstants, FieldConstants]:
-        """Return the constants `sizes`, `scale` and `minimum` of `decode_rows`."""
-        sizes = (self.block_size, self.n_scales, self.n_mins, self.block_bytes)
-        scale = field_constants(self.fields["scale"]) if self.n_scales else NO_FIELD
-        return sizes, scale, field_constants(self.fields["min"]) if self.n_mins else NO_FIELD
-
     @cached_property
-    def kernel(self) -> Callable[..., None]:
-        """Kernel ``(data, table, codes, scales, mins, start, stop)``; see `decode_rows`."""
-        code = field_constants(self.fields["code"])
-        words = word_field(self.fields["code"])
-        sizes, scale, minimum = self._decoder()
+    def unpacking(self) -> Unpacking:
+        """Constants of `unpack_rows`."""
+        return unpacking(self.block_bytes, (self.fields["code"], 1), *self._scale_fields())
 
-        # close over numbers only: they are the key of the compiled-kernel cache
-        if words is not None:
-
-            @jit.kernel
-            def word_kernel(data, table, codes, scales, mins, start, stop):
-                decode_word_rows(
-                    words, sizes, scale, minimum, data, codes, scales, mins, start, stop
-                )
-
-            return word_kernel  # type: ignore[no-any-return]
-
-        @jit.kernel
-        def kernel(data, table, codes, scales, mins, start, stop):
-            decode_rows(
-                read_code, code, sizes, scale, minimum, data, table, codes, scales, mins, start,
-                stop,
-            )  # fmt: skip
-
-        made: Callable[..., None] = kernel
-        return made
+    def _scale_fields(self) -> tuple[tuple[Field | None, int], tuple[Field | None, int]]:
+        """Return the fields of integer scales and minima with the bytes of their numbers."""
+        scale = self.fields["scale"] if self.n_scales else None
+        return (scale, 2), (self.fields["min"] if self.n_mins else None, 1)
 
     def integers(self, data: Bytes) -> DecodedBlocks:
         """Unpack rows (rows, row bytes); see `QuantFormat.integers`."""
         n_rows, n_blocks = len(data), data.shape[1] // self.block_bytes
-        codes = np.empty((n_rows, n_blocks * self.block_size), np.uint8)
         scales = np.empty((n_rows, n_blocks * self.n_scales), np.int16)
         mins = np.empty((n_rows, n_blocks * self.n_mins), np.uint8)
         rows = np.ascontiguousarray(data)
-        work = DECODE_COST * codes.size
-        parallel_for(self.kernel, n_rows, work, rows, self.table, codes, scales, mins)
+        codes = self._unpack(rows, scales, mins)
         d, m = self._row_floats(rows)
         return DecodedBlocks(
             codes,
@@ -268,6 +131,15 @@ class FieldFormat(QuantFormat):
             scales if self.n_scales else None,
             mins if self.n_mins else None,
         )
+
+    def _unpack(self, rows: Bytes, scales: Scales, mins: Bytes) -> Bytes:
+        """Write integer scales and minima of contiguous rows; return the codes."""
+        codes = np.empty((len(rows), rows.shape[1] // self.block_bytes * self.block_size), np.uint8)
+        parallel_for(
+            unpack_rows, len(rows), DECODE_COST * codes.size,
+            rows, self.block_bytes, *self.unpacking, codes, scales, mins,
+        )  # fmt: skip
+        return codes
 
     def _row_floats(self, rows: Bytes) -> tuple[Floats, Floats | None]:
         """Return `d` and `m` of rows (rows, row bytes), float32 (rows, blocks * d per block)."""

@@ -116,11 +116,10 @@ def pack_super_blocks(
     params: NDArray[np.uint16],
 ) -> Bytes:
     """Return the bytes (n, block_bytes) of super-blocks of a K-quant."""
-    data = np.empty((len(codes), format.block_bytes), np.uint8)
-    parallel_for(
-        format.pack_kernel, len(codes), 4.0 * codes.size, codes, scales, mins, params, data
-    )
-    return data
+    numbers = {"code": codes, "d": params[:, :1], "scale": scales - format.fields["scale"].offset}
+    if format.has_mins:
+        numbers |= {"min": mins, "dmin": params[:, 1:]}
+    return format.pack_blocks(**numbers)
 
 
 QUANTIZERS = {

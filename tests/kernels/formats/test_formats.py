@@ -17,12 +17,13 @@ from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize, dequantize_
 from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.formats.bit_fields import (
     byte_rows,
-    field_constants,
     pack_field,
-    read_number,
     reciprocal,
     unpack_field,
+    unpack_rows,
+    unpacking,
 )
+from nbflow_kernels.formats.block_format import FieldFormat
 from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
 from nbflow_kernels.formats.ggml.iq_grids import GridFormat
 from nbflow_kernels.quantizers import quantize
@@ -141,17 +142,56 @@ def test_fields_of_a_part_of_the_numbers():
     assert np.array_equal(blocks[:, 0], numbers[:, 0] | (numbers[:, 4] >> 4 << 6))
     assert np.array_equal(blocks[:, 4], numbers[:, 4] & 15)
     assert np.array_equal(unpack_field(field, blocks), numbers)
-    constants = field_constants(field)
+    assert np.array_equal(_unpacked(field, blocks, 1), numbers)
 
-    @njit
-    def all_of(row, out):
-        for i in range(8):
-            out[i] = read_number(row, 0, i, constants)
 
-    out = np.zeros(8, np.int64)
-    for row, wanted in zip(blocks, numbers, strict=True):
-        all_of(row, out)
-        assert np.array_equal(out, wanted)
+def _unpacked(field: Field, blocks, size: int):
+    """Unpack blocks, three to a row, to numbers of `size` bytes."""
+    rows = blocks.reshape(-1, 3 * blocks.shape[1])
+    out = np.full((len(rows), 3 * field.n), 0xA5A5 if size == 2 else 0xA5, f"u{size}")
+    rest = np.empty((len(rows), 0), np.uint8)
+    constants = unpacking(blocks.shape[1], (field, size))
+    unpack_rows(
+        rows, blocks.shape[1], *constants, out.view(np.uint8), rest.view(np.int16), rest, 0,
+        len(rows),
+    )  # fmt: skip
+    return out.reshape(len(blocks), -1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "planes",
+    [
+        *((Plane(0, bits),) for bits in (1, 2, 4, 8)),
+        (Plane(0, 4), Plane(16, 1, shift=4), Plane(20, 2, shift=5), Plane(28, 1, shift=7)),
+        (Plane(0, 4, stride=16), Plane(16, 2, shift=4, stride=8), Plane(24, 2, 6, stride=4)),
+        (Plane(0, 2, bit=6), Plane(0, 3, shift=2, bit=3), Plane(0, 3, shift=5)),
+        (Plane(0, 3, per_group=4, pitch=4), Plane(0, 1, shift=3, bit=3, pitch=4)),
+        (Plane(0, 7, per_group=4, step=4), Plane(3, 1, 7, bit=4, step=4)),
+    ],
+)
+def test_planes_of_any_kind_are_unpacked(planes, size):
+    field = Field("code", 32, planes, factor=2, offset=-3)
+    n_bytes = max(plane.at + plane.n_bytes(32) for plane in planes)
+    blocks = np.random.default_rng(0).integers(0, 256, (6, n_bytes), np.uint8)
+    wanted = 2 * unpack_field(field, blocks) - 3
+    assert np.array_equal(_unpacked(field, blocks, size), wanted.astype(f"u{size}"))
+
+
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if isinstance(f, FieldFormat)])
+def test_integers_of_all_formats_are_those_of_numpy(name):
+    format = FORMATS[name]
+    blocks = np.random.default_rng(1).integers(0, 256, (15, format.block_bytes), np.uint8)
+    if format.fields["code"].radix if "code" in format.fields else 0:
+        codes = np.random.default_rng(2).integers(0, format.n_codes, (15, format.block_size))
+        blocks = format.blocks(codes.astype(np.uint8), np.zeros((15, 2), np.uint16))
+    with np.errstate(all="ignore"):
+        found = format.integers(blocks.reshape(3, -1))
+    assert np.array_equal(found.codes, format.unpack_codes(blocks).reshape(3, -1))
+    for have, name in ((found.scales, "scale"), (found.mins, "min")):
+        if have is not None:
+            wanted = format._unpack_integers(name, blocks).reshape(3, -1)
+            assert np.array_equal(have, wanted)
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
@@ -183,21 +223,10 @@ def test_codes_survive_packing(name):
     assert np.array_equal(format.integers(blocks).codes, codes)
 
 
-def test_pair_codes_are_split_without_a_division():
-    constants = field_constants(FORMATS["q3h"].fields["code"])
-
-    @njit
-    def decode_q3h(row, at, i):
-        return read_number(row, at, i, constants)
-
-    for radix in (11, 45):
-        codes = np.arange(radix * radix)
-        assert np.array_equal(codes * reciprocal(radix) >> 16, codes // radix)
-    decode_q3h(np.zeros(32, np.uint8), 0, 0)
-    for text in decode_q3h.inspect_llvm().values():
-        assert not re.search(r"\b(udiv|sdiv|urem|srem|fdiv)\b", text)
-    for text in decode_q3h.inspect_asm().values():
-        assert not re.search(r"^\s*i?div", text, re.MULTILINE)
+@pytest.mark.parametrize("radix", [11, 45])
+def test_pair_codes_are_split_without_a_division(radix):
+    codes = np.arange(radix * radix)
+    assert np.array_equal(codes * reciprocal(radix) >> 16, codes // radix)
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS + FLOAT_FORMATS)

@@ -18,6 +18,7 @@ from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize, dequantize_
 from nbflow_kernels.formats.codec_spec import weights
 from nbflow_kernels.formats.ggml.k_format import KQuantFormat
 from nbflow_kernels.quantizers import quantize
+from nbflow_kernels.quantizers.k_formats import pack_super_blocks
 from nbflow_kernels.testing.format_table import relative_rmse
 
 NAMES = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]
@@ -101,10 +102,9 @@ def test_encoded_integers_survive_packing(name):
     ]
     n = 10 * 3
     mins = np.empty((n, 0), np.uint8) if rows.mins is None else rows.mins.reshape(n, -1)
-    out = np.zeros((n, format.block_bytes), np.uint8)
-    format.pack_kernel(
-        rows.codes.reshape(n, -1), rows.scales.reshape(n, -1), mins,
-        np.stack([v.reshape(-1) for v in bits], axis=1), out, 0, n,
+    out = pack_super_blocks(
+        format, rows.codes.reshape(n, -1), rows.scales.reshape(n, -1), mins,
+        np.stack([v.reshape(-1) for v in bits], axis=1),
     )  # fmt: skip
     assert np.array_equal(out, data.reshape(n, -1))
 

@@ -24,17 +24,23 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.bit_fields import field_constants, read_number, unpack_field
-from nbflow_kernels.formats.block_format import BlockFormat, decode_rows
+from nbflow_kernels.cpu import jit, simd, simd_memory
+from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.formats.bit_fields import (
+    Unpacking,
+    spread_8,
+    unpack_field,
+    unpack_rows,
+    unpacking,
+)
+from nbflow_kernels.formats.block_format import DECODE_COST, BlockFormat
 from nbflow_kernels.formats.registry import Bytes, Halves
 
 Grid = NDArray[np.uint16]
@@ -154,24 +160,26 @@ class OnGrid(NamedTuple):
     """(rows, K / 256)."""
 
 
-@jit.device_function(inline="always")
-def read_on_grid(row, at, i, grid, code):
-    """Read code `i` of the block at byte `at`: a grid coordinate in the low bits, the sign above.
-
-    `code` holds the constants of the fields "point" and "sign", log2 of the weights per point and
-    per sign field, and the bits per coordinate and per sign field.
-    """
-    point = read_number(row, at, i >> code[2], code[0])
-    sign = read_number(row, at, i >> code[3], code[1])
-    if code[5] == 7:  # the eighth sign makes the parity even
-        folded = sign ^ (sign >> 4)
-        folded ^= folded >> 2
-        folded ^= folded >> 1
-        sign |= (folded & 1) << 7
-    if code[5] > 1:
-        sign = (sign >> (i & 7)) & 1
-    coordinate = np.int64(grid[point]) >> (code[4] * (i & ((1 << code[2]) - 1)))
-    return (coordinate & ((1 << code[4]) - 1)) | (sign << code[4])
+@jit.kernel
+def _decode_grid(points, signs, grid, dimensions, sign_bits, codes, start, stop):
+    """Write codes of rows [start, stop): a grid coordinate in the low bits, the sign above."""
+    per_sign = codes.shape[1] // signs.shape[1] // 8  # groups of eight weights
+    for r in range(start, stop):
+        to = simd.address(codes) + r * codes.strides[0]
+        for i in range(codes.shape[1] // 8):
+            sign = np.int64(signs[r, i // per_sign])
+            if sign_bits == 1:  # of all eight
+                sign *= 255
+            elif sign_bits == 7:  # the eighth sign makes the parity even
+                folded = sign ^ (sign >> 4)
+                folded ^= folded >> 2
+                sign |= ((folded ^ (folded >> 1)) & 1) << 7
+            if dimensions == 8:
+                eight = spread_8(np.int64(grid[points[r, i]]), 2) | (spread_8(sign, 1) << 2)
+            else:
+                both = np.int64(grid[points[r, 2 * i]]) | np.int64(grid[points[r, 2 * i + 1]]) << 12
+                eight = spread_8(both, 3) | (spread_8(sign, 1) << 3)
+            simd_memory.write_i64(to + 8 * i, eight)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -181,39 +189,32 @@ class GridFormat(BlockFormat):
     grid: Grid
 
     @property
-    def table(self) -> Grid:
-        """See `FieldFormat.table`."""
-        return self.grid
-
-    @property
     def dimensions(self) -> int:
         """Weights per point: 4 or 8."""
         return self.block_size // self.fields["point"].n
 
-    def _code(self) -> tuple[Any, ...]:
-        """Return the constants of `read_on_grid`."""
-        point, sign = self.fields["point"], self.fields["sign"]
-        per_point, per_sign = (self.block_size // f.n for f in (point, sign))
-        return (
-            field_constants(point), field_constants(sign), per_point.bit_length() - 1,
-            per_sign.bit_length() - 1, 2 if per_point == 8 else 3, sign.bits,
-        )  # fmt: skip
-
     @cached_property
-    def kernel(self) -> Callable[..., None]:
-        """See `FieldFormat.kernel`."""
-        code = self._code()
-        sizes, scale, minimum = self._decoder()
+    def unpacking(self) -> Unpacking:
+        """Constants of `unpack_rows`: points, scales, signs."""
+        scale, _ = self._scale_fields()
+        point, sign = self.fields["point"], self.fields["sign"]
+        return unpacking(self.block_bytes, (point, 2), scale, (sign, 1))
 
-        @jit.kernel
-        def kernel(data, table, codes, scales, mins, start, stop):
-            decode_rows(
-                read_on_grid, code, sizes, scale, minimum, data, table, codes, scales, mins, start,
-                stop,
-            )  # fmt: skip
-
-        made: Callable[..., None] = kernel
-        return made
+    def _unpack(self, rows: Bytes, scales: NDArray[np.int16], mins: Bytes) -> Bytes:
+        """See `FieldFormat._unpack`."""
+        n_blocks, n_columns = rows.shape[1] // self.block_bytes, self.block_size
+        codes = np.empty((len(rows), n_blocks * n_columns), np.uint8)
+        points = np.empty((len(rows), n_blocks * self.fields["point"].n), np.uint16)
+        signs = np.empty((len(rows), n_blocks * self.fields["sign"].n), np.uint8)
+        parallel_for(
+            unpack_rows, len(rows), DECODE_COST * codes.size,
+            rows, self.block_bytes, *self.unpacking, points.view(np.uint8), scales, signs,
+        )  # fmt: skip
+        parallel_for(
+            _decode_grid, len(rows), 2.0 * codes.size,
+            points, signs, self.grid, self.dimensions, self.fields["sign"].bits, codes,
+        )  # fmt: skip
+        return codes
 
     def unpack_codes(self, blocks: Bytes) -> Bytes:
         """See `FieldFormat.unpack_codes`."""

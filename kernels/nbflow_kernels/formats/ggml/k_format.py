@@ -18,7 +18,6 @@ Source: GGML, ggml-common.h and ggml-quants.c.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,7 +25,6 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.parallel_for import parallel_for
-from nbflow_kernels.formats.bit_fields import NO_FIELD, field_constants, write_field
 from nbflow_kernels.formats.block_format import CHUNK, FieldFormat
 from nbflow_kernels.formats.codec_spec import CodecSpec
 from nbflow_kernels.formats.registry import Bytes, Floats
@@ -69,33 +67,6 @@ class KQuantFormat(FieldFormat):
         """Bound of scales: 0 .. scale_top with minima, else -scale_top .. scale_top - 1."""
         n_values = self.fields["scale"].n_values
         return n_values - 1 if self.has_mins else n_values // 2
-
-    @cached_property
-    def pack_kernel(self) -> Callable[..., None]:
-        """Kernel ``(codes, scales, mins, params, data, start, stop)`` that packs super-blocks.
-
-        `params` are the float16 bits of `d` and `dmin`.
-        """
-        n_bytes = self.block_bytes
-        code, scale, minimum, d, dmin = (
-            field_constants(self.fields[name]) if name in self.fields else NO_FIELD
-            for name in ("code", "scale", "min", "d", "dmin")
-        )
-
-        @jit.kernel
-        def kernel(codes, scales, mins, params, data, start, stop):
-            for s in range(start, stop):
-                block = data[s]
-                for i in range(n_bytes):
-                    block[i] = 0
-                write_field(codes[s], block, code)
-                write_field(scales[s], block, scale)
-                write_field(mins[s], block, minimum)
-                write_field(params[s, :1], block, d)
-                write_field(params[s, 1:], block, dmin)
-
-        made: Callable[..., None] = kernel
-        return made
 
     def dequantize_rows(self, data: Bytes, out: Floats) -> None:
         """Write the weights of rows; see `QuantFormat.dequantize_rows`."""

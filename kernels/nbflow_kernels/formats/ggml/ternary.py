@@ -32,17 +32,17 @@ Source: GGML, ggml-common.h (block_tq1_0, block_tq2_0, block_q2_0, block_q1_0) a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.formats.bit_fields import NO_FIELD
-from nbflow_kernels.formats.block_format import BlockFormat, decode_rows
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.cpu.simd_memory import read_u8
+from nbflow_kernels.cpu.simd_narrow import write_u8
+from nbflow_kernels.formats.block_format import DECODE_COST, BlockFormat
 from nbflow_kernels.formats.codec_spec import CodecSpec, Field, FieldTable, Plane, float16
 from nbflow_kernels.formats.registry import Bytes
 
@@ -71,31 +71,19 @@ TQ2_0 = BlockFormat(
 # ---- tq1_0, hand-written: a FieldTable cannot describe base-3 digits -----------------------------
 
 
-@jit.device_function(inline="always")
-def _code_tq1_0(row, at, i, powers):
-    """Read code `i` of the block at byte `at`."""
-    if i < 160:
-        byte, n = i & 31, i >> 5
-    elif i < 240:
-        byte, n = 32 + (i & 15), (i - 160) >> 4
-    else:
-        byte, n = 48 + (i & 3), (i - 240) >> 2
-    fraction = (np.int64(row[at + byte]) * np.int64(powers[n])) & 255
-    return (fraction * 3) >> 8
-
-
-@jit.device_function(inline="always")
-def _read_tq1_0(row, at, i, powers, code):
-    """Adapt `_code_tq1_0` to the signature that `decode_rows` calls."""
-    return _code_tq1_0(row, at, i, powers)
-
-
 @jit.kernel
-def _tq1_0(data, powers, codes, scales, mins, start, stop):
-    sizes = (256, 0, 0, 54)
-    decode_rows(
-        _read_tq1_0, 0, sizes, NO_FIELD, NO_FIELD, data, powers, codes, scales, mins, start, stop
-    )
+def _unpack_tq1_0(rows, powers, codes, start, stop):
+    """Write the codes of rows [start, stop) of blocks of 54 bytes."""
+    for r in range(start, stop):
+        block, to = simd.address(rows) + r * rows.strides[0], simd.address(codes[r])
+        for _ in range(rows.shape[1] // 54):
+            for first, count, n in ((0, 32, 5), (32, 16, 5), (48, 4, 4)):
+                for digit in range(n):
+                    for i in range(count):
+                        fraction = (read_u8(block + first + i) * np.int64(powers[digit])) & 255
+                        write_u8(to, (fraction * 3) >> 8)
+                        to += 1
+            block += 54
 
 
 def _digits(data: Bytes, n: int) -> Bytes:
@@ -115,15 +103,12 @@ def _fractions(codes: Bytes) -> Bytes:
 class Base3Format(BlockFormat):
     """Format `tq1_0`; the field "code" holds bytes of 5 base-3 digits."""
 
-    @property
-    def table(self) -> NDArray[Any]:
-        """See `FieldFormat.table`."""
-        return POWERS
-
-    @cached_property
-    def kernel(self) -> Callable[..., None]:
-        """See `FieldFormat.kernel`."""
-        return _tq1_0  # type: ignore[no-any-return]
+    def _unpack(self, rows: Bytes, scales: NDArray[np.int16], mins: Bytes) -> Bytes:
+        """See `FieldFormat._unpack`."""
+        codes = np.empty((len(rows), rows.shape[1] // self.block_bytes * self.block_size), np.uint8)
+        work = DECODE_COST * codes.size
+        parallel_for(_unpack_tq1_0, len(rows), work, rows, POWERS, codes)
+        return codes
 
     def unpack_codes(self, blocks: Bytes) -> Bytes:
         """See `FieldFormat.unpack_codes`."""

@@ -11,6 +11,7 @@ from numba import cuda as nc
 from nbflow_kernels import cuda
 from nbflow_kernels.cuda import numba_conversions as numbers
 from nbflow_kernels.cuda.numba_conversions import device
+from nbflow_kernels.formats.bit_fields import NO_FIELD, field_constants, write_field
 from nbflow_kernels.quantizers import simd_panel
 from nbflow_kernels.quantizers.cuda import simt_adapter
 from nbflow_kernels.quantizers.cuda import simt_lanes as own
@@ -44,7 +45,7 @@ def _kernel(format: KQuantFormat) -> cuda.Kernel:
     bits_at, bits_min_at = ggml_k.BITS, ggml_k.BITS_MIN
     sub_block, n_subs, block_bytes = format.form.sub_block, format.sub_blocks, format.block_bytes
     has_mins = format.has_mins
-    fit, choose, pack = _fit(format), twin(ggml_k._choose_codes), twin(format.pack_kernel)
+    fit, choose, pack = _fit(format), twin(ggml_k._choose_codes), _pack(format)
     top = (1 << format.form.code_bits) - 1 if has_mins else format.form.zero - 1
     low = 0 if has_mins else -format.form.zero
 
@@ -75,7 +76,7 @@ def _kernel(format: KQuantFormat) -> cuda.Kernel:
                 mins[0, j] = np.int32(own.load_f32(at + mins_at + j * vector))
             params[0, 0] = numbers.load_number(at + bits_at) & 0xFFFF
             params[0, 1] = numbers.load_number(at + bits_min_at) & 0xFFFF
-            pack(codes, scales, mins, params, block, 0, 1)
+            pack(codes[0], scales[0], mins[0], params[0], block[0])
             for i in range(block_bytes):
                 data[row * row_bytes + first // size * block_bytes + i] = block[0, i]
 
@@ -94,3 +95,27 @@ def _fit(format: KQuantFormat) -> Any:
 
         return fit
     return twin(ggml_k.fit_q3_k if format.form.zero == 4 else ggml_k.fit_q6_k)
+
+
+def _pack(format: KQuantFormat) -> Any:
+    """Return the function ``(codes, scales, mins, params, block)`` that packs a super-block.
+
+    `params` are the float16 bits of `d` and `dmin`.
+    """
+    n_bytes, write = format.block_bytes, twin(write_field)
+    code, scale, minimum, d, dmin = (
+        field_constants(format.fields[name]) if name in format.fields else NO_FIELD
+        for name in ("code", "scale", "min", "d", "dmin")
+    )
+
+    @device
+    def pack(codes, scales, mins, params, block):
+        for i in range(n_bytes):
+            block[i] = 0
+        write(codes, block, code)
+        write(scales, block, scale)
+        write(mins, block, minimum)
+        write(params[:1], block, d)
+        write(params[1:], block, dmin)
+
+    return pack
