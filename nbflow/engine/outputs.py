@@ -59,7 +59,7 @@ class TokenOutput:
     text: str | None = None
     """Text released by the stop checker; None without stop texts."""
     offset: int = 0
-    """Characters of text before the token, where the server reports them."""
+    """Characters of text before the token; 0 where it has not been detokenized."""
 
 
 @dataclass(slots=True)

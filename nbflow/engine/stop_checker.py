@@ -57,6 +57,7 @@ class StopChecker:
         stream = self._streams[request]
         for n, output in enumerate(delta.tokens, 1):
             assert output.token is not None
+            output.offset = stream.n_characters
             output.text = stream.push(output.token)
             if stream.stopped is not None:
                 delta.truncate(len(delta.tokens) - n)
