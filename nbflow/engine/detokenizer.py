@@ -48,6 +48,8 @@ class IncrementalDetokenizer:
         self._include = include_stop
         self._held = ""
         self._finished = False
+        self.n_characters = 0
+        """Characters of the tokens so far: the offset of the next one in the text."""
         self.stopped: str | None = None
         """The matched stop text, or None."""
 
@@ -58,7 +60,9 @@ class IncrementalDetokenizer:
         """
         if self._finished or token >= self._n_tokens:
             return ""
-        return self._add(self._decoder.push(token))
+        text = self._decoder.push(token)
+        self.n_characters += len(text)
+        return self._add(text)
 
     def finish(self) -> str:
         """Flush the text held back."""

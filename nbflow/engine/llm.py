@@ -36,8 +36,9 @@ from nbflow.spec.model_spec import ModelSpec
 from nbflow.tokenization import Tokenizer
 from nbflow_kernels.errors import UsageError
 
-STREAM_MULTI_STEP_S = 2e-3
-"""Seconds of decode steps per engine step where tokens are streamed."""
+STREAM_MULTI_STEP_S = 16e-3
+"""Seconds of decode steps per engine step where tokens are streamed: a frame of a screen.  To
+deliver tokens costs some 50 microseconds per sequence, as much as a small model takes for one."""
 BATCH_MULTI_STEP_S = 0.1
 """The same where only the final result is needed; also the delay of a keyboard interrupt."""
 

@@ -50,7 +50,7 @@ class LLMEngine:
         The options below as one object; those given as keywords replace its own.
     burst_s : float
         Seconds of a multi-step decode, while all requests decode: the largest extra delay of
-        events, new requests and cancellations.
+        events.  New requests and cancellations end it.
     {options}
 
     Raises
@@ -238,14 +238,14 @@ class LLMEngine:
                     f"{self.limits.max_waiting} requests wait already (max_waiting); retry later"
                 )
             self._inbox.append(handle)
-            self._lock.notify_all()
+            self._wake()
         return handle
 
     def cancel(self, handle: RequestHandle, reason: FinishReason = "abort") -> None:
         """End a request with this reason, unless it is finished; see `RequestHandle.cancel`."""
         with self._lock:
             self._cancelled.append((handle, reason))
-            self._lock.notify_all()
+            self._wake()
 
     def embed(
         self,
@@ -305,8 +305,14 @@ class LLMEngine:
         with self._lock:
             self._check_running()
             self._calls.append((future, (method, args)))
-            self._lock.notify_all()
+            self._wake()
         return future.result()
+
+    def _wake(self) -> None:
+        """Make the engine's thread look for input: now, or after the decode step that it runs."""
+        self._lock.notify_all()
+        if (decode := self._worker.decode) is not None:
+            decode.stop[0] = 1
 
     def stats(self) -> EngineStats:
         """Return current statistics."""

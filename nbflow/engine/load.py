@@ -28,6 +28,7 @@ from nbflow.distributed.device import (
 from nbflow.distributed.device_comms import make_device_comms, warn_of_fallback
 from nbflow.distributed.thread_ranks import ThreadRanks
 from nbflow.engine.classification_head import ClassificationHead
+from nbflow.engine.compile_ahead import compile_ahead
 from nbflow.engine.llm import LLM
 from nbflow.engine.replicas.offline import Replicas
 from nbflow.engine.replicas.router import ReplicaRouter
@@ -45,7 +46,6 @@ from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.resolve import ResolvedModel
 from nbflow.tokenization import Tokenizer, load_tokenizer_file
 from nbflow.utils.rank_status import status
-from nbflow_kernels.attention.cpu.precompile import start_helper
 from nbflow_kernels.errors import MissingExtraError, UsageError
 from nbflow_kernels.kv_cache.formats import kv_formats
 from nbflow_kernels.quantizers.outliers import check_ratio
@@ -106,7 +106,7 @@ def load(
     status.progress("MPI")
     comm = comm or world()
     if comm.size == 1 and is_host(given.device):
-        _compile_ahead(the_spec, given.kv)
+        compile_ahead(the_spec, given.kv)
     partition = given.partition
     if partition == "auto":
         from nbflow.planner import RunConfig, choose_partition, stored_model
@@ -168,13 +168,6 @@ def load(
         with open_weights(resolved.path) as file:
             loaded.classification_head = ClassificationHead.read(the_spec, file)
     return loaded
-
-
-def _compile_ahead(spec: ModelSpec, kv: str) -> None:
-    """Compile attention in a helper process if the kernel cache lacks it."""
-    if spec.latent is None:
-        keys, values = kv_formats(kv)
-        start_helper((keys.kind, values.kind), (spec.cached_dim, spec.head_dim))
 
 
 def measure(

@@ -59,7 +59,7 @@ class TokenOutput:
     text: str | None = None
     """Text released by the stop checker; None without stop texts."""
     offset: int = 0
-    """Characters of text before the token, where the server reports them."""
+    """Characters of text before the token; 0 where it has not been detokenized."""
 
 
 @dataclass(slots=True)
@@ -439,6 +439,8 @@ def text_of(request: Request, tokenizer: Tokenizer | None) -> str:
     """Return the new tokens of a request as text, up to a stop text."""
     if tokenizer is None:
         return ""
+    if request.text is not None:
+        return request.text
     if not request.stop_texts:
         return tokenizer.decode(tokenizer.known(request.ids))
     stream = IncrementalDetokenizer(tokenizer, request.stop_texts, request.include_stop_text)

@@ -131,6 +131,8 @@ class Request:
     """Finish reason; None while it runs."""
     stop_reason: str | None = None
     """The matched stop text."""
+    text: str | None = None
+    """The new tokens as text, once the stop checker of this process has finished them."""
     state: State | None = None
     """State of the strategy, on the sampling rank."""
     n_seen: int = 0
@@ -223,7 +225,7 @@ class Request:
         own: dict[str, Any] = {"ids": [], "logprobs": [], "top_logprobs": [], "prompt_results": []}
         own |= {"drafter": None, "proposed": None, "draft_probs": None}
         own |= {"branches": [], "found": [], "state": None, "search_state": None, "history": None}
-        own |= {"pooling": copy.copy(self.pooling), "vector": None}
+        own |= {"pooling": copy.copy(self.pooling), "vector": None, "text": None}
         try:
             proposer = copy.deepcopy(self.proposer)
         except Exception as error:

@@ -134,6 +134,7 @@ class Worker:
         self._sent_before = self._sent()  # communicators are shared with earlier models
         self._predicted_bytes = 0
         self._multi_step_decodes: dict[tuple[Any, ...], MultiStepDecode] = {}
+        self.decode: MultiStepDecode | None = None  # the last one; another thread may end it
         self._step_s = math.inf
         self._bytes_sent = functools.cache(
             functools.partial(bytes_sent, self.program, self.mine.rank)
@@ -405,9 +406,8 @@ class Worker:
                 self.cross_attention.table.fork(old, new)
 
     def _commit(self, request: Request) -> None:
-        if not self.scheduler.prefix_cache or request.error is not None:
-            return
-        if self.table.has_full_page(request.id):
+        is_kept = self.scheduler.prefix_cache and request.error is None
+        if is_kept and self.table.has_full_page(request.id):
             self.table.commit(request.id, request.prompt + request.ids)
 
     def _can_multi_step(self, scheduled: Sequence[ScheduledRequest]) -> bool:
@@ -428,14 +428,14 @@ class Worker:
         requests = [w.request for w in scheduled]
         fitting = max(1, min(MAX_STEPS, int(burst_s / self._step_s)))
         n_steps = min(fitting, *(r.max_tokens - len(r.ids) for r in requests))
-        n_steps = min(n_steps, *(self.scheduler.n_until_long_rope(r) for r in requests))
-        n_steps = self._reserve(requests, n_steps)
+        until_long = (self.scheduler.n_until_long_rope(r) for r in requests)
+        n_steps = self._reserve(requests, min(n_steps, *until_long))
         key = MultiStepDecode.key(requests)
         if key not in self._multi_step_decodes:
             if len(self._multi_step_decodes) >= MAX_MULTI_STEP_DECODES:
                 self._multi_step_decodes.clear()
             self._multi_step_decodes[key] = MultiStepDecode(*key)
-        decode = self._multi_step_decodes[key]
+        decode = self.decode = self._multi_step_decodes[key]
         errors = decode.begin(requests)
         if errors:  # the others decode in the next step
             for b, error in errors.items():

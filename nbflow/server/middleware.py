@@ -13,9 +13,10 @@ import hashlib
 import hmac
 import re
 import time
+import types
 import uuid
-from collections.abc import MutableMapping, Sequence
-from typing import Any
+from collections.abc import Coroutine, Generator, MutableMapping, Sequence
+from typing import Any, cast
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -91,8 +92,7 @@ class RequestLogMiddleware:
             else:
                 complete = not message.get("more_body", False)
             try:
-                async with asyncio.timeout(self._slow_reader_s):
-                    await send(message)
+                await within(self._slow_reader_s, cast(Any, send(message)))
             except TimeoutError:
                 status, stalled = 499, True
                 raise ClientDisconnect from None
@@ -127,6 +127,32 @@ class RequestLogMiddleware:
                 **scope["state"]["log"],
             },
         )
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
+    """Await some work, at most for a time; raise `TimeoutError` after it.
+
+    Work that need not wait costs no timer: nearly every write of a stream.
+    """
+    try:
+        future = work.send(None)
+    except StopIteration:
+        return
+    async with asyncio.timeout(seconds):
+        await _rest(work, future)
+
+
+@types.coroutine
+def _rest(work: Coroutine[Any, Any, None], future: Any) -> Generator[Any, Any, None]:
+    """Run a coroutine that has been started and waits for a future."""
+    with contextlib.suppress(StopIteration):
+        while True:
+            try:
+                value = yield future
+            except BaseException as error:  # e.g. a cancellation
+                future = work.throw(error)
+            else:
+                future = work.send(value)
 
 
 class AuthAndLimitMiddleware:

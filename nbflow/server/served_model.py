@@ -13,7 +13,7 @@ from nbflow.sampling import of_other_strategies, with_recommended
 from nbflow.server.bounds import MIN_PROMPT_BYTES
 from nbflow.server.config import ModelOptions
 from nbflow.server.errors import ApiError
-from nbflow.server.token_text import NoText, Offsets, TokenTexts
+from nbflow.server.token_text import NoText, TokenTexts
 from nbflow.tokenization import Tokenizer
 from nbflow.tokenization.chat import (
     encode_chat,
@@ -161,17 +161,13 @@ class ServedModel:
             )
         return chosen
 
-    def text_stream(self, before: Sequence[int]) -> IncrementalDetokenizer | NoText:
+    def text_stream(self, before: Sequence[int] = ()) -> IncrementalDetokenizer | NoText:
         """Return the detokenizer of new tokens after those `before`."""
         return (
             NoText()
             if self.tokenizer is None
             else IncrementalDetokenizer(self.tokenizer, prompt_ids=before)
         )
-
-    def offsets(self, before: Sequence[int] = ()) -> Offsets:
-        """Return the offset counter of new tokens after those `before`."""
-        return Offsets(self.tokenizer, before)
 
     def card(self, name: str) -> dict[str, Any]:
         """Return the entry in /v1/models."""

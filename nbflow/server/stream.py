@@ -37,6 +37,7 @@ from nbflow_kernels.errors import UsageError
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass
@@ -76,7 +77,6 @@ class ChoiceStream:
         self._before = generation.request.prompt[-_CONTEXT:] if generation.continues_text else ()
         self.request.text_before = tuple(self._before)
         self._text = None if self.request.stop_texts else self._text_stream()
-        self._offsets = served.offsets(self._before) if generation.request.wants_logprobs else None
         self._clock = Clock(metrics, served.name)
         self.handle: RequestHandle | None = None
         self.n_prompt = len(self.request.encoder_ids or self.request.prompt)
@@ -97,7 +97,6 @@ class ChoiceStream:
             texts.append(self._text_of(output))
             if output.token is not None:
                 self.n_tokens += 1
-                output.offset = 0 if self._offsets is None else self._offsets(output.token)
                 chunk.tokens.append(output)
             if output.finish_reason is not None:
                 self._end_as(chunk, output)
@@ -110,9 +109,10 @@ class ChoiceStream:
         return [chunk] if chunk.text or chunk.tokens or self.finished else []
 
     def _text_of(self, output: TokenOutput) -> str:
-        """Return the text of a token: the engine's if it checks stop texts."""
+        """Return the text of a token, and set its offset: the engine's if it checks stop texts."""
         if self._text is None:
             return output.text or ""
+        output.offset = self._text.n_characters
         text = "" if output.token is None else self._text.push(output.token)
         return text if output.finish_reason is None else text + self._text.finish()
 
@@ -196,13 +196,10 @@ class BeamChoices(ChoiceStream):
 
     def _chunk(self, index: int, made: RequestOutput) -> OutputChunk:
         stream = self._text_stream()
-        offsets = self._served.offsets(self._before) if self.request.wants_logprobs else None
         tops = made.top_logprobs or [[] for _ in made.ids]
         tokens, texts = [], []
         for token, logprob, top in zip(made.ids, made.logprobs, tops, strict=True):
-            tokens.append(
-                TokenOutput(token, logprob, top, offset=0 if offsets is None else offsets(token))
-            )
+            tokens.append(TokenOutput(token, logprob, top, offset=stream.n_characters))
             texts.append(stream.push(token))
         self.n_tokens += len(tokens)
         text = "".join([*texts, stream.finish()])
@@ -386,9 +383,7 @@ class LoopBridge:
 
 def event(data: Any) -> bytes:
     """Return a server-sent event with JSON data."""
-    return (
-        b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+    return b"data: " + _ENCODER.encode(data).encode() + b"\n\n"
 
 
 class Stream(Response):

@@ -1,8 +1,6 @@
-"""Text, bytes and offsets of single tokens."""
+"""Text and bytes of single tokens."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from nbflow.tokenization import Tokenizer
 from nbflow.tokenization.token_bytes import vocabulary_bytes
@@ -12,6 +10,7 @@ class NoText:
     """Detokenizer of a model without a tokenizer: empty text."""
 
     stopped: str | None = None
+    n_characters = 0
 
     def push(self, token: int) -> str:
         """Return nothing."""
@@ -20,28 +19,6 @@ class NoText:
     def finish(self) -> str:
         """Return nothing."""
         return ""
-
-
-class Offsets:
-    """Character offsets of tokens in their text.
-
-    The tokens `before` precede the text; without a tokenizer the text is empty.
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int] = ()) -> None:
-        self._stream = None if tokenizer is None else tokenizer.decode_stream()
-        self._length = 0
-        self._n_tokens = 0 if tokenizer is None else tokenizer.vocab_size
-        if tokenizer is not None and self._stream is not None:
-            for token in tokenizer.known(before):
-                self._stream.push(token)
-
-    def __call__(self, token: int) -> int:
-        """Return the offset of the next token."""
-        offset = self._length
-        if self._stream is not None and token < self._n_tokens:
-            self._length += len(self._stream.push(token))
-        return offset
 
 
 class TokenTexts:

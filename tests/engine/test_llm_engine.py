@@ -187,6 +187,28 @@ def test_a_call_that_fails_is_told_to_who_made_it(engine, model, monkeypatch):
     assert all_free(engine)
 
 
+def test_a_new_request_ends_a_multi_step_decode(model, monkeypatch):
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    expected = [model.generate(p, 20, "greedy", 3, True).ids for p in prompts]
+    executor, started, n_steps = model.workers[0].executor, threading.Event(), []
+    real = executor.run_repeated
+
+    def run(step, decode, calls, n, stop):
+        started.set()
+        while not n_steps and not stop[0]:  # until the second request comes
+            time.sleep(0.001)
+        real(step, decode, calls, n, stop)
+        n_steps.append(int(decode.n_steps[0]))
+
+    monkeypatch.setattr(executor, "run_repeated", run)
+    with nbflow.LLMEngine(model, burst_s=60.0) as engine:
+        first = engine.submit(make(model, prompts[0], 20))
+        assert started.wait(60)
+        second = engine.submit(make(model, prompts[1], 20))
+        assert [handle.result(60).ids for handle in (first, second)] == expected
+    assert n_steps[0] == 1 < max(n_steps)
+
+
 def test_streams_that_are_read_in_turn(model):
     expected = model.generate(IDS[:9], 12, ignore_eos=True).ids
     first, second = (model.stream(IDS[:9], 12, ignore_eos=True) for _ in range(2))

@@ -3,7 +3,7 @@
 import pytest
 
 import nbflow
-from nbflow.engine.outputs import RequestDelta
+from nbflow.engine.outputs import RequestDelta, text_of
 from nbflow.engine.request import Request
 from nbflow.engine.stop_checker import StopChecker
 from nbflow.sampling import Greedy
@@ -45,6 +45,7 @@ def test_text_ends_at_the_stop_text(tokenizer, step, include):
         tokenizer, text, ("):", "zz"), step=step, include_stop_text=include
     )
     assert written(outputs) == ("def f(x):" if include else "def f(x")
+    assert written(outputs) == text_of(request, tokenizer) == request.text
     assert (request.finish_reason, request.stop_reason) == ("stop", "):")
     assert ended == [request]
     assert outputs[-1].finish_reason == "stop"

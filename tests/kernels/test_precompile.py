@@ -10,9 +10,14 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu.graph import CpuGraph, GraphNode, compile_meanwhile, signature_of
+from nbflow_kernels.cpu.thread_pool import ThreadPool
 from nbflow_kernels.file_lock import FileLock
+from nbflow_kernels.jit_cache import lock_path
 
 KERNEL = """
 import warnings
@@ -111,6 +116,30 @@ def test_the_lock_of_a_process_that_ended_is_free(tmp_path):
     _output(_start(code, tmp_path))
     assert path.exists()
     assert FileLock(path).acquire() is False
+
+
+@jit.kernel
+def _count(out, start, stop):
+    for i in range(start, stop):
+        out[i] = i
+
+
+def test_a_graph_that_waits_for_another_process_compiles_something_else():
+    out = np.zeros(3, np.int32)
+    call = GraphNode(_count, (out,), 3, 1.0)
+    entry = _count._cache._entry(signature_of(call), _count.targetctx)
+    other, begun = FileLock(lock_path(entry)), []
+    other.acquire()
+    compile_meanwhile.extend([lambda: begun.append(1), other.release, lambda: begun.append(2)])
+    try:
+        graph = CpuGraph([call], 1)
+        assert begun == [1]  # then the other process was done
+        assert len(compile_meanwhile) == 1
+    finally:
+        compile_meanwhile.clear()
+        other.release()
+    ThreadPool(1).run_graph(graph)
+    assert out.tolist() == [0, 1, 2]
 
 
 HELPER = """

@@ -59,6 +59,12 @@ def test_offsets_are_where_tokens_begin(client):
     assert cut == [t if t in choice.text else "" for t in lines.tokens]
 
 
+def test_offsets_with_a_stop_text_are_those_without(client):
+    plain = complete(client, logprobs=1).choices[0]
+    watched = complete(client, logprobs=1, stop=["never"]).choices[0]  # the engine detokenizes
+    assert (watched.text, watched.logprobs) == (plain.text, plain.logprobs)
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1])
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_scoring(client, offline, max_tokens, as_ids):

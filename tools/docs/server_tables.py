@@ -9,7 +9,12 @@ from typing import Any
 from published_rows import latest
 
 ROWS = Path(__file__).resolve().parents[2] / "results/server/intel-xeon-2-cores/rows.jsonl"
-MODELS = {"tiny_python-q4_0": "bundled, 3.7M", "110m-q4_0": "110M", "1.1b-q4_0": "1.1B"}
+MODELS = {
+    "tiny_python-q4_0": "bundled, 3.7M",
+    "15m-q4_0": "15M",
+    "110m-q4_0": "110M",
+    "1.1b-q4_0": "1.1B",
+}
 
 
 def _tests() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:

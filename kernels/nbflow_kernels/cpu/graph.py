@@ -21,6 +21,7 @@ import ctypes
 import dataclasses
 import pickle
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,6 +147,10 @@ class _Code:
 
 _codes: dict[tuple[Any, ...], _Code] = {}  # by kernel and kinds of arguments
 
+compile_meanwhile: deque[Callable[[], None]] = deque()
+"""Compilations to begin while other processes compile what a graph waits for; each is called once,
+at most."""
+
 
 def _kind(value):
     """Return a cheap key of the value's Numba type; `numba.typeof` takes far longer."""
@@ -162,8 +167,11 @@ def _kind(value):
 def _add_codes(missing: dict[tuple[Any, ...], GraphNode]) -> None:
     found, left = dict[tuple[Any, ...], _Code](), dict(missing)
     while left:  # those that other processes are compiling last
-        free = (key for key, call in left.items() if not _is_locked(call))
-        key = next(free, next(iter(left)))
+        key = next((key for key, call in left.items() if not _is_locked(call)), None)
+        if key is None and compile_meanwhile:
+            compile_meanwhile.popleft()()
+            continue
+        key = key or next(iter(left))
         found[key] = _machine_code(left.pop(key))
     codes = {key: found[key] for key in missing}
     functions = _trampolines([code.signature for code in codes.values()])

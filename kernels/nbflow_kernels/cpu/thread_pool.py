@@ -27,6 +27,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+from numba import int64
 
 from nbflow_kernels.cpu import atomics, interpreter, jit
 from nbflow_kernels.cpu.cpu_quota import cpu_quota
@@ -219,6 +220,12 @@ def _announce(shared, kind, n_threads):
     for thread in range(1, n_threads):
         sleeping |= atomics.load_in_order(shared + 8 * (_THREADS + 8 * thread))
     return sleeping
+
+
+def compile_pool() -> None:
+    """Compile the kernels of thread pools, which the first pool otherwise waits for."""
+    for kernel in (_serve, _announce):
+        kernel.compile((int64, int64, int64))
 
 
 def _yield_address() -> int:

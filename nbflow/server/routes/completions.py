@@ -164,7 +164,8 @@ class _CompletionWriter(ResponseWriter):
         results: Sequence[tuple[float, TopLogprobs]],
     ) -> None:
         """Add the prompt's tokens."""
-        offset = self._served.offsets()
+        stream = self._served.text_stream()
         first: list[tuple[float | None, TopLogprobs]] = [(None, [])]
         for token, (logprob, top) in zip(prompt, [*first, *results], strict=False):
-            logprobs.add(token, logprob, top, offset(token))
+            logprobs.add(token, logprob, top, stream.n_characters)
+            stream.push(token)
