@@ -17,6 +17,7 @@ horizontal sums at the cost of about five.
 `store_first(addr, n, v)`             the first `n` lanes only
 `allocate(n_bytes)`                   the address of scratch memory, until `release(addr)`
 `prefetch(addr)`                      prefetch a cache line; any address is allowed
+`prefetch_lines(addr, n)`             prefetch `n` consecutive lines; `n` is a constant
 `store_halves(low, high, v)`          lanes 0-7 to `low`, lanes 8-15 to `high`
 `store_quarters(addr, step, v)`       lanes 0-3 to `addr`, 4-7 to `addr + step`, and so on
 `address_of(array)`                   called from Python: a quarter of the time of ``.ctypes.data``
@@ -217,17 +218,38 @@ def release(typing_context, addr):
     return types.none(addr), codegen
 
 
+def _emit_prefetch(builder, address):
+    """Emit the prefetch of a cache line into the second-level cache."""
+    read, keep, data = (ir.Constant(I32, n) for n in (0, 2, 1))
+    arguments = [llvm.pointer(builder, address, I8), read, keep, data]
+    llvm.call(builder, "llvm.prefetch.p0", ir.VoidType(), arguments)
+
+
 @intrinsic
 def prefetch(typing_context, addr):
     """Prefetch the cache line of an address into the second-level cache."""
 
     def codegen(context, builder, signature, args):
-        pointer = llvm.pointer(builder, llvm.int64(context, builder, signature, args), I8)
-        read, keep, data = (ir.Constant(I32, n) for n in (0, 2, 1))  # to the second level
-        llvm.call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
+        _emit_prefetch(builder, llvm.int64(context, builder, signature, args))
         return context.get_dummy_value()
 
     return types.none(addr), codegen
+
+
+@intrinsic(prefer_literal=True)
+def prefetch_lines(typing_context, addr, n):
+    """Prefetch `n` cache lines from an address on; `n` is a constant, so there is no loop."""
+    if not isinstance(n, types.IntegerLiteral):
+        raise errors.TypingError("simd_memory.prefetch_lines: n must be a constant")
+    count = n.literal_value
+
+    def codegen(context, builder, signature, args):
+        address = llvm.int64(context, builder, signature, args)
+        for i in range(count):
+            _emit_prefetch(builder, llvm.offset(builder, address, 64 * i))
+        return context.get_dummy_value()
+
+    return types.none(addr, n), codegen
 
 
 @intrinsic

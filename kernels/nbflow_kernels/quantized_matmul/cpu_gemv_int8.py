@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.cpu import jit, register_tiles_int8, simd
-from nbflow_kernels.cpu.simd_memory import prefetch
+from nbflow_kernels.cpu.simd_memory import prefetch_lines
 from nbflow_kernels.formats.decode_cpu import base_of, codes, d_of, m_of, scale_of, unit_of
 from nbflow_kernels.formats.layout_cpu import CpuLayout
 from nbflow_kernels.matmul.cpu_packed_tiles import epilogue
 
-PREFETCH_BYTES = 8192  # distance ahead
+PREFETCH_BYTES = 4096  # distance ahead
 LINE = 64  # bytes of a cache line
 
 
@@ -37,16 +37,16 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
     """Return the kernel for row groups [start, stop), which multiplies `tokens` rows at a time.
 
     Codes go from memory to registers; further rows of activations find the group in the cache.
-    Weights are read as one stream.  With one row the processor reads ahead by itself.  With
-    several, the products of a few pieces fill its reorder window, so the kernel prefetches
-    `PREFETCH_BYTES` ahead.
+    Weights are read as one stream, prefetched `PREFETCH_BYTES` ahead: the instructions of two to
+    four pieces fill the processor's reorder window, so that its own loads are seldom early enough.
     """
     vectors, has_base, zero = piece_vectors(form), form.base != "none", np.int32(-form.zero)
     units, pieces = form.block // form.unit, form.unit // 4 // vectors
     block_bytes = form.block_bytes
     per_scale, several_d = form.sub_block // (4 * vectors), form.block != form.d_block
     halves, bits = 1 if vectors == 4 else 0, 8 if form.values is not None else form.bits
-    lines = -(-block_bytes // (units * LINE)) if tokens > 1 else 0  # prefetched with each unit
+    share = block_bytes // (units * pieces)  # bytes prefetched with each piece
+    lines = -(-share // LINE)
 
     @jit.kernel
     def kernel(x, n_tokens, scales, sums, packed, n_blocks, bias, accumulate, out, start, stop):
@@ -68,14 +68,14 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
                 weighted_at = simd.address(weighted) + first * n_step
                 total = bases = register_tiles_int8.zeros(1, tokens)
                 piece = 0
+                ahead = at + PREFETCH_BYTES if first == 0 else at
                 for _ in range(n_blocks):
                     d, m = d_of(form, at, 0), m_of(form, at, 0)
                     for unit in range(units):
-                        if first == 0:
-                            for line in range(lines):
-                                prefetch(at + PREFETCH_BYTES + LINE * (lines * unit + line))
                         unit_at = unit_of(form, at, unit)
                         for p in range(pieces):
+                            prefetch_lines(ahead, lines)
+                            ahead += share
                             s = (unit * pieces + p) // per_scale
                             if several_d:
                                 d, m = d_of(form, at, s), m_of(form, at, s)

@@ -92,6 +92,7 @@ def use_address(array, out):  # type: ignore[no-untyped-def]
 @jit.kernel
 def use_memory(f, i, b, out):  # type: ignore[no-untyped-def]
     simd_memory.prefetch(f)
+    simd_memory.prefetch_lines(f, 2)
     simd_memory.write_f32(out, simd_memory.read_f32(f + 4))
     simd_memory.write_f32(out + 4, simd_memory.read_f16(b + 2))
     simd_memory.write_f32(out + 8, simd_memory.read_u8(b + 5) + simd_memory.read_u16(b + 7))

@@ -111,6 +111,10 @@ def prefetch(addr):
     """Do nothing."""
 
 
+def prefetch_lines(addr: Any, n: int) -> None:
+    """Do nothing."""
+
+
 def store_halves(low: Any, high: Any, v: Vector) -> None:
     """Write lanes 0-7 to `low` and lanes 8-15 to `high`."""
     write(low, v[:8])
