@@ -35,7 +35,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "RopeScaling", "LinearRopeScaling", "DynamicNtkRopeScaling", "YarnRopeScaling",
         "Llama3RopeScaling", "LongRopeScaling", "alibi_slopes", "alibi_bias",
         "relative_position_bucket", "relative_position_bias", "sinusoidal_position_embedding",
-        "add_learned_positions",
+        "add_learned_positions", "apply_attention_temperature_inplace",
     ),
     "matmul": ("matmul",),
     "quantized_matmul": ("qmatmul",),

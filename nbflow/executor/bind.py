@@ -385,6 +385,12 @@ class Binder:
             self.executor.rope_table(rope), rope.style == "half",
         )  # fmt: skip
 
+    def _temperature(self, op: Op, index: int) -> BoundOp:
+        scale_queries = self._kernels("position").apply_attention_temperature_inplace
+        numbers = (op.attrs[name] for name in ("scale", "floor", "offset"))
+        queries = self._heads(op.out, self._spec.cached_dim)
+        return self._captured(op, scale_queries, self.arrays.positions, queries, *numbers)
+
     def _append_kv(self, op: Op, index: int) -> BoundOp:
         kernels = self._kernels("kv_cache")
         k, v = (self._heads(name, self._spec.cached_dim) for name in (*op.inputs, *op.inputs)[:2])

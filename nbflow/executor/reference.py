@@ -199,6 +199,11 @@ class ReferenceExecutor:
         for name, x, rotated in zip(op.inputs, heads, (q, k), strict=True):
             values[name] = np.concatenate([x[..., :first], rotated], axis=2).reshape(len(ids), -1)
 
+    def _temperature(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
+        queries = self._heads(values[op.out]).copy()
+        position.apply_attention_temperature_inplace(self._positions(ids), queries, **op.attrs)
+        values[op.out] = queries.reshape(len(ids), -1)
+
     def _append_kv(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
         new = [self._heads(values[name]) for name in op.inputs]
         if self._program.spec.latent is not None:

@@ -140,16 +140,18 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     if spec.output_gate:
         ops.append(linear(spec, i, "attn.gate", source, "ag"))
         gate = [Op("gate", "a", ("ag", "a"), layer=i, attrs={"activation": "sigmoid"})]
-    rope, norms = spec.rope_of(i), [_qk_norm(spec, i, name) for name in "qk"]
-    if spec.qk_norm == "none" or (spec.qk_norm_layers == "rotated" and not rope.dim):
+    norms = [] if spec.qk_norm == "none" else [_qk_norm(spec, i, name) for name in "qk"]
+    rope = spec.rope_of(i)
+    if spec.qk_norm_layers == "rotated" and not rope.dim:
         norms = []
-    rotation = [Op("rope", "q", ("q", "k"), layer=i, attrs={"rope": rope})] if rope.dim else []
-    ops += rotation + norms if spec.qk_norm_place == "after" else norms + rotation
+    turn = [Op("rope", "q", ("q", "k"), layer=i, attrs={"rope": rope})] if rope.dim else []
+    ops += [*turn, *norms] if spec.qk_norm_after_rope else [*norms, *turn]
     table = (Operand("position_bias.weight"),) if spec.position == "relative" else ()
     sinks = (Operand(f"layers.{i}.attn.sinks.weight"),) if spec.attention_sinks else ()
     return [
         *ops,
         Op("append_kv", "kv", ("k", "v"), layer=i),
+        *_temperature(spec, i, "q"),
         Op("attention", "a", ("q",), table, sinks, i, _mask(spec, i)),
         *gate,
         linear(spec, i, "attn.o", "a", "o"),
@@ -161,6 +163,15 @@ def _mask(spec: ModelSpec, i: int) -> dict[str, Any]:
     """Return the attributes of attention that narrow its causal mask."""
     found = {"window": spec.window_of(i), "chunk": spec.chunk_of(i)}
     return {name: size for name, size in found.items() if size is not None}
+
+
+def _temperature(spec: ModelSpec, i: int, queries: str) -> list[Op]:
+    """Return the factor of the queries by position, behind what may be fused with the product."""
+    found = spec.temperature_of(i)
+    if found is None:
+        return []
+    attrs = {"scale": found.scale, "floor": found.floor, "offset": found.offset}
+    return [Op("temperature", queries, (queries,), layer=i, attrs=attrs)]
 
 
 def _qk_norm(spec: ModelSpec, i: int, name: str) -> Op:
@@ -219,6 +230,7 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) 
         Op("rope", "ql", ("ql", "latent"), layer=i, attrs={"rope": spec.rope_of(i), "first": C}),
         Op("append_kv", "kv", ("latent",), layer=i),
         each_head("k_b", C, D, "q", "ql"),
+        *_temperature(spec, i, "ql"),
         Op("attention", "al", ("ql",), layer=i, attrs=_mask(spec, i)),
         each_head("v_b", Dv, C, "al", "a"),
         linear(spec, i, "attn.o", "a", "o"),

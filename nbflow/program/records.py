@@ -20,6 +20,8 @@ linear        out = input @ W.T + bias, W the concatenated rows of all `weights`
               with attr ``accumulate``: out += ...; ``normalize_rows``: W's rows scaled to length 1
 rope          rotate the inputs (q, k) in place, attr ``rope``; attr ``first``: first column of each
               head that is rotated
+temperature   queries of out *= 1 + scale * ln(1 + (position + offset) // floor);
+              attrs ``scale``, ``floor``, ``offset``
 copy_heads    last columns of each head of out = those of the input, attrs ``columns`` (number of
               columns) and ``head`` (columns of an input's head)
 heads_linear  per head: first columns of out = first columns of the input @ W.T, with a weight per
@@ -72,11 +74,10 @@ from typing import Any, Literal
 from nbflow.spec.model_spec import ModelSpec
 
 Kind = Literal[
-    "embedding", "norm", "sum_squares", "linear", "rope", "copy_heads", "heads_linear", "append_kv",
-    "attention", "cross_attention", "input", "activation", "gate", "conv", "sigmoid", "log_decay",
-    "delta_rule", "mamba2", "gated_norm", "experts",
-    "scale_rows", "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send",
-    "recv",
+    "embedding", "norm", "sum_squares", "linear", "rope", "temperature", "copy_heads",
+    "heads_linear", "append_kv", "attention", "cross_attention", "input", "activation", "gate",
+    "conv", "sigmoid", "log_decay", "delta_rule", "mamba2", "gated_norm", "experts", "scale_rows",
+    "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
 ]  # fmt: skip
 _MAX_SHOWN = 4
 COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})

@@ -28,6 +28,21 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class TemperatureSpec:
+    """Factor of queries that grows with their position p.
+
+    It is ``1 + scale * ln(1 + (p + offset) // floor)``.
+    """
+
+    scale: float
+    floor: int
+    """Positions per step of the factor."""
+    offset: int = 0
+    layers: Literal["all", "unrotated"] = "all"
+    """All layers, or those without rotation."""
+
+
+@dataclass(frozen=True)
 class MoeSpec:
     """A mixture of experts."""
 
@@ -221,6 +236,8 @@ class Architecture:
     delta: DeltaSpec | None = None
     ssm: StateSpaceSpec | None = None
     output_gate: bool = False
+    temperature: TemperatureSpec | None = None
+    """Factor of the queries by position."""
     full_layers: frozenset[int] = frozenset()
     """Layers with full attention in a model with a window."""
     unrotated_layers: frozenset[int] = frozenset()
@@ -238,7 +255,7 @@ class Architecture:
     final_norm: bool = True
     qk_norm: Literal["none", "head", "each_head", "all"] = "none"
     qk_norm_kind: Literal["rms", "layer"] = "rms"
-    qk_norm_place: Literal["before", "after"] = "before"
+    qk_norm_after_rope: bool = False
     qk_norm_weight: bool = True
     qk_norm_layers: Literal["all", "rotated"] = "all"
     qkv_layout: Literal["blocks", "groups"] = "blocks"
@@ -301,6 +318,12 @@ class Architecture:
             return replace(self.rope, dim=0, scaling=None)
         local = self.local_rope is not None and self.window_of(layer) is not None
         return self.local_rope if local and self.local_rope is not None else self.rope
+
+    def temperature_of(self, layer: int) -> TemperatureSpec | None:
+        """Return the factor by position of a layer's queries."""
+        found = self.temperature
+        everywhere = found is None or found.layers == "all"
+        return found if everywhere or layer in self.unrotated_layers else None
 
     @cached_property
     def short_context(self) -> int | None:

@@ -172,8 +172,8 @@ FIELDS: dict[str, Field] = {
     "qk_norm_kind": Field(
         ("rms", "layer"), "kind of that norm; layer has no bias and excludes qk_norm all", "rms"
     ),
-    "qk_norm_place": Field(
-        ("before", "after"), "that norm precedes or follows the rotation", "before"
+    "qk_norm_after_rope": Field(
+        bool, "that norm follows the rotation; false: it precedes it", False
     ),
     "qk_norm_weight": Field(bool, "that norm has weights", True),
     "qk_norm_layers": Field(
@@ -208,6 +208,20 @@ FIELDS: dict[str, Field] = {
     ),
     "attention_sinks": Field(
         bool, "each head has a sink: one more score in the softmax, without a key", False
+    ),
+    "attention_temperature_scale": Field(
+        float,
+        "queries at position p times 1 + scale * ln(1 + (p + offset) // floor); none if absent",
+        None,
+    ),
+    "attention_temperature_floor": Field(
+        int, "positions per step of that factor", None, least=1, most=MAX_CONTEXT
+    ),
+    "attention_temperature_offset": Field(
+        int, "added to the positions in that factor", 0, most=MAX_CONTEXT
+    ),
+    "attention_temperature_layers": Field(
+        ("all", "unrotated"), "layers with that factor: all, or those without rotation", "all"
     ),
     "kv_rank": Field(
         int,
@@ -374,9 +388,7 @@ FIELDS: dict[str, Field] = {
     "dense_first": Field(int, "number of first layers without experts", 0),
     "expert_every": Field(int, "every n-th layer has experts", 1),
     "dense_layers": Field([int], "further layers without experts", ()),
-    "expert_layers": Field(
-        [int], "layers with experts; wins over the three fields above", None
-    ),
+    "expert_layers": Field([int], "layers with experts; wins over the three fields above", None),
     # tokens
     "decoder_start_id": Field(
         int,

@@ -14,7 +14,6 @@ from nbflow.spec.architecture import (
     LatentSpec,
     LayerKind,
     MoeSpec,
-    RopeSpec,
     StateSpaceSpec,
 )
 from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, encoder_of
@@ -22,10 +21,10 @@ from nbflow.spec.fields import FIELDS, FUSED, MAX_ITEMS, REQUIRED, check_field
 from nbflow.spec.formula import evaluate
 from nbflow.spec.layer_types import first_layers, layer_kinds, types_of
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.positions import ropes, temperature, unrotated
 from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import check_value
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.position import LongRopeScaling, RopeScaling
 
 
 def build_spec(
@@ -95,7 +94,7 @@ def build_spec(
     if values["head_transform"] and no_transform:
         # an encoder without the head it was trained with
         values |= {"head": False, "head_transform": False, "head_bias": False}
-    rope, local_rope, softmax_factor = _ropes(values, config, where, rope_divisors)
+    rope, local_rope, softmax_factor = ropes(values, where, rope_divisors)
     sm_scale = values["sm_scale"]
     full_layers = _full_layers(values, kinds)
     same = {field.name: values[field.name] for field in fields(ModelSpec) if field.name in FIELDS}
@@ -121,7 +120,8 @@ def build_spec(
             local_rope=local_rope,
             layer_kinds=kinds,
             full_layers=full_layers,
-            unrotated_layers=_unrotated(values, full_layers, where),
+            unrotated_layers=unrotated(values, full_layers, where),
+            temperature=temperature(values, where),
             latent=_latent(values),
             delta=_delta(values),
             ssm=_state_space(values),
@@ -305,80 +305,6 @@ def _check_layers(
 # ---- what follows from the fields ---------------------------------------------------------------
 
 
-def _ropes(
-    values: Mapping[str, Any],
-    config: Mapping[str, Any],
-    where: str,
-    divisors: Mapping[str, Sequence[float]] | None,
-) -> tuple[RopeSpec, RopeSpec | None, float]:
-    """Return the rotary embeddings of all layers and of local layers, and the softmax factor."""
-    style, theta = values["rope_style"], values["rope_theta"]
-    if values["position"] != "rope":
-        return RopeSpec(style, theta, 0), None, 1.0
-    dim = values["rope_dim"]
-    if dim is None:
-        dim = int(values["head_dim"] * values["rope_fraction"])
-    max_context = values["max_context"]
-    try:
-        scaling = RopeScaling.from_config(
-            _scaling_table(values["rope_scaling"], values["rope_truncate"]),
-            max_position=max_context,
-            original_max_position=values["rope_original_context"],
-        )
-        if divisors:
-            scaling = _stored_scaling(values, divisors, where)
-        factor = 1.0 if scaling is None else float(scaling.softmax_factor)
-    except (UsageError, TypeError, ArithmeticError) as error:
-        raise UsageError(f"{where}: rope_scaling: {error}") from error
-    local = values["local_rope_theta"]
-    local_rope = None if local is None else RopeSpec(style, local, dim)
-    return RopeSpec(style, theta, dim, scaling), local_rope, factor
-
-
-def _stored_scaling(
-    values: Mapping[str, Any], divisors: Mapping[str, Sequence[float]], where: str
-) -> RopeScaling:
-    """Return the scaling of divisors stored in the checkpoint."""
-    each = {name: tuple(map(float, numbers)) for name, numbers in divisors.items()}
-    max_context = values["max_context"]
-    if "rope_divisors" in each:
-        all_lengths = each["rope_divisors"]
-        return LongRopeScaling(
-            short_factor=all_lengths, long_factor=all_lengths, original_max_position=max_context
-        )
-    if len(each) != 2:
-        raise UsageError(
-            f"{where}: the checkpoint has {next(iter(each))} only; LongRoPE needs the divisors for "
-            "short and for long sequences"
-        )
-    original = values["rope_original_context"] or max_context
-    return LongRopeScaling(
-        short_factor=each["rope_short_divisors"],
-        long_factor=each["rope_long_divisors"],
-        original_max_position=original,
-        factor=max_context / original,
-        attention_factor=(values["rope_scaling"] or {}).get("attn_factor"),
-    )
-
-
-_GGUF_SCALING = {"original_context_length": "original_max_position_embeddings"}
-
-
-def _scaling_table(table: Mapping[str, Any] | None, truncate: bool | None) -> dict[str, Any] | None:
-    """Return a rotary scaling with the keys of config.json; GGUF has other ones."""
-    if not table:
-        return None
-    words = {_GGUF_SCALING.get(k, k): v for k, v in table.items() if k != "finetuned"}
-    if words.keys() <= {"original_max_position_embeddings", "attn_factor"}:
-        return None  # parameters of stored divisors
-    log_multiplier = words.pop("yarn_log_multiplier", None)
-    if log_multiplier:  # as in llama.cpp, the temperature is in the softmax alone
-        words |= dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * log_multiplier)
-    if truncate is not None and words.get("rope_type", words.get("type")) == "yarn":
-        words["truncate"] = truncate
-    return None if words.get("type") == "none" else words
-
-
 def _full_layers(values: Mapping[str, Any], kinds: Sequence[LayerKind]) -> frozenset[int]:
     """Return the layers with full attention in a model with a window."""
     n, every = values["n_layers"], values["full_layer_every"]
@@ -388,25 +314,6 @@ def _full_layers(values: Mapping[str, Any], kinds: Sequence[LayerKind]) -> froze
         return frozenset(i for i, kind in enumerate(kinds) if not kind.window)
     first = values["window_first_layer"]
     return frozenset(i for i in range(n) if i < first or (every and (i + 1) % every == 0))
-
-
-def _unrotated(
-    values: Mapping[str, Any], full_layers: frozenset[int], where: str
-) -> frozenset[int]:
-    """Return the layers without rotation in a model with rotation."""
-    n, every, flags = values["n_layers"], values["unrotated_every"], values["rope_layers"]
-    if values["position"] != "rope":
-        return frozenset()
-    if flags:
-        if len(flags) != n or not set(flags) <= {0, 1}:
-            raise UsageError(
-                f"{where}: rope_layers must be {n} times 0 or 1, one for each layer, "
-                f"got {list(flags)!r:.80}"
-            )
-        return frozenset(i for i, rotates in enumerate(flags) if not rotates)
-    if values["rope_windows_only"]:
-        return full_layers if values["window"] is not None else frozenset(range(n))
-    return frozenset(i for i in range(n) if every and (i + 1) % every == 0)
 
 
 def _latent(values: Mapping[str, Any]) -> LatentSpec | None:

@@ -82,7 +82,8 @@ def test_counted_layers_cost_what_the_whole_program_does(text, changes, weights)
 
 
 @pytest.mark.parametrize(
-    ("window", "chunk"), [*((w, None) for w in (None, 1, 3, 7, 100)), *((None, c) for c in (1, 4, 50))]
+    ("window", "chunk"),
+    [*((w, None) for w in (None, 1, 3, 7, 100)), *((None, c) for c in (1, 4, 50))],
 )
 @pytest.mark.parametrize(("new", "context"), [(1, 1), (1, 9), (4, 4), (5, 12)])
 def test_pairs_and_keys_are_those_of_a_loop(window, chunk, new, context):

@@ -24,6 +24,7 @@ from typing import Any
 import fp8_mxfp4
 import numpy as np
 import published_models as published
+import recent_models as recent
 import torch
 import transformers
 from random_models import Convert, Made, Tensors, in_float64, randomize
@@ -252,6 +253,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_attention", "mlp", "full_attention", "mlp"]}),
 }  # fmt: skip
 """Models with recurrent layers: name -> class and configuration."""
+WIDE = RECURRENT | recent.MODELS
+"""Models whose logits are computed in float64."""
 
 BERT = {
     "vocab_size": 97, "hidden_size": 36, "intermediate_size": 56, "num_hidden_layers": 2,
@@ -317,7 +320,7 @@ def from_transformers(kind: str, options: dict[str, Any]) -> Made:
     config = getattr(transformers, config_name)(**options, initializer_range=0.5)
     # transformers 5.23 adds Falcon's ALiBi twice in its eager attention
     config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
-    if kind in {recurrent for recurrent, _ in RECURRENT.values()}:
+    if kind in {wide for wide, _ in WIDE.values()}:
         config._experts_implementation = "eager"  # which also computes in float64
     suffix = "LMHeadModel" if kind.endswith("LMHead") else "ForCausalLM"
     if kind in {encoder for encoder, _ in ENCODERS.values()}:
@@ -355,7 +358,8 @@ def well_conditioned(kind: str, options: dict[str, Any]) -> Made:
             with in_float64(made.model):
                 exact = narrow(ids)
         if (rough - exact).abs().max() < MAX_ERROR * exact.abs().max():
-            convert = AS_RELEASED[kind](made.model) if kind in AS_RELEASED else None
+            released = AS_RELEASED | recent.AS_RELEASED
+            convert = released[kind](made.model) if kind in released else None
             return Made(made.model, functools.partial(_wide_logits, made), convert)
     raise ValueError(f"no random weights of {kind} give float32 logits to {MAX_ERROR}")
 
@@ -387,7 +391,7 @@ def separate_convolutions(model: Any) -> Convert:
     return convert
 
 
-TEXT_OF = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+TEXT_OF = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 """Classes whose configuration is called that of the text model."""
 
 
@@ -430,11 +434,11 @@ def with_head(model: Any) -> Convert:
 def main() -> None:
     """Write the folders named on the command line, or all."""
     transformers.utils.logging.disable_progress_bar()
-    wanted = sys.argv[1:] or [*HF, *RECURRENT, *ENCODERS, *PAIRS, *STORED, *PUBLISHED]
+    wanted = sys.argv[1:] or [*HF, *WIDE, *ENCODERS, *PAIRS, *STORED, *PUBLISHED]
     for name in wanted:
         torch.manual_seed(sum(map(ord, name)))
-        if name in RECURRENT:
-            write(name, well_conditioned(*RECURRENT[name]))
+        if name in WIDE:
+            write(name, well_conditioned(*WIDE[name]))
         elif name in PUBLISHED:
             write(name, PUBLISHED[name]())
         elif name in STORED:

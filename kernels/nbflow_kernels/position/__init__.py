@@ -35,13 +35,15 @@ from nbflow_kernels.position.rope_scaling import (
     RopeScaling,
     YarnRopeScaling,
 )
+from nbflow_kernels.position.temperature import apply_attention_temperature_inplace
 
 __all__ = [
     "DynamicNtkRopeScaling", "LinearRopeScaling", "Llama3RopeScaling", "LongRopeScaling",
     "RopeScaling", "YarnRopeScaling", "add_learned_positions", "alibi_bias", "alibi_slopes",
-    "apply_llama31_rope", "apply_llama31_rope_inplace", "apply_llama31_rope_pos_ids",
-    "apply_llama31_rope_pos_ids_inplace", "apply_rope", "apply_rope_inplace", "apply_rope_pos_ids",
-    "apply_rope_pos_ids_inplace", "apply_rope_with_cos_sin_cache",
-    "apply_rope_with_cos_sin_cache_inplace", "relative_position_bias", "relative_position_bucket",
-    "rope_cos_sin_cache", "rope_frequencies", "sinusoidal_position_embedding",
+    "apply_attention_temperature_inplace", "apply_llama31_rope", "apply_llama31_rope_inplace",
+    "apply_llama31_rope_pos_ids", "apply_llama31_rope_pos_ids_inplace", "apply_rope",
+    "apply_rope_inplace", "apply_rope_pos_ids", "apply_rope_pos_ids_inplace",
+    "apply_rope_with_cos_sin_cache", "apply_rope_with_cos_sin_cache_inplace",
+    "relative_position_bias", "relative_position_bucket", "rope_cos_sin_cache", "rope_frequencies",
+    "sinusoidal_position_embedding",
 ]  # fmt: skip

@@ -150,6 +150,18 @@ def _learned(name: str, T: int, E: int, dtype: str, offset: int) -> OpCase:
     )  # fmt: skip
 
 
+def _temperature(name: str, T: int, H: int, D: int, spread: int = 0, offset: int = 0) -> OpCase:
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        positions = rng.integers(0, 300, T).astype(np.int32)
+        query = _rows(rng, T, H, D, spread)
+        return {"positions": positions, "query": query, "scale": 0.3, "floor": 7, "offset": offset}
+
+    return OpCase(
+        "apply_attention_temperature_inplace", name, inputs, 2 * 2.0**-24, 0.0,
+        "the factor and the product are rounded to float32", mutates=("query",),
+    )  # fmt: skip
+
+
 def _alibi(name: str, H: int, Tq: int, Tk: int, symmetric: bool) -> OpCase:
     lengths = {"n_queries": Tq, "n_keys": Tk, "symmetric": symmetric}
     return OpCase(
@@ -211,6 +223,10 @@ CASES = [
     *(_frequencies(name, None) for name in SCALINGS),
     _frequencies("dynamic", 128),
     _frequencies("longrope", 65),
+    _temperature("ministral3", 5, 3, 12),
+    _temperature("llama4", 4, 2, 20, offset=1),
+    _temperature("far_rows", 3, 4, 16, spread=9),
+    _temperature("no_rows", 0, 2, 8),
     *(_slopes(n) for n in (1, 6, 16, 40, 112)),
     _alibi("causal", 3, 4, 9, symmetric=False),
     _alibi("symmetric", 2, 5, 5, symmetric=True),

@@ -35,6 +35,18 @@ def apply_rope_with_cos_sin_cache_inplace(
     )  # fmt: skip
 
 
+def apply_attention_temperature_inplace(
+    positions: np.ndarray, query: np.ndarray, scale: float, floor: int, offset: int
+) -> None:
+    """See `nbflow_kernels.apply_attention_temperature_inplace`; heads are contiguous."""
+    T, H, D = query.shape
+    hold(query)
+    parallel_for(
+        _temperature, T, 2.0 * query.size, positions, address_of(query), query.strides[0], H * D,
+        scale, floor, offset,
+    )  # fmt: skip
+
+
 def alibi_bias(slopes: np.ndarray, symmetric: bool, out: np.ndarray) -> None:
     """See `nbflow_kernels.alibi_bias`."""
     _, Tq, Tk = out.shape
@@ -173,3 +185,18 @@ def _rope(
             else:
                 x = key + row * key_row_bytes + 4 * D * (h - H)
             rotate_head(x, cos, half, is_neox)
+
+
+@jit.kernel
+def _temperature(positions, query, row_bytes, E, scale, floor, offset, start, stop):
+    for row in range(start, stop):
+        steps = max(0, np.int64(positions[row]) + offset) // floor
+        factor = 1.0 + scale * np.log(1.0 + steps)
+        x, wide = query + row * row_bytes, simd.splat(np.float32(factor))
+        e = 0
+        while e + 16 <= E:
+            simd.store_f32(x + 4 * e, simd.mul(simd.load_f32(x + 4 * e), wide))
+            e += 16
+        while e < E:
+            write_f32(x + 4 * e, read_f32(x + 4 * e) * np.float32(factor))
+            e += 1

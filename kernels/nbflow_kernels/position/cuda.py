@@ -51,6 +51,9 @@ _bucket = _plain(
     "i32* relative, i32* near, i32* out, i64 n, i32 last, i32 n_buckets, i32 bidirectional",
 )
 _bucket_bias = _plain("bucket_bias", "f32* table, i32* buckets, f32* out, i32 H, i32 Tq, i32 Tk")
+_temperature = _plain(
+    "temperature", "i32* positions, f32* query, i64 row, i32 E, f64 scale, i32 floor, i32 offset"
+)
 _sinusoidal = _plain(
     "sinusoidal",
     "i32* positions, f64* frequencies, f32* out, i32 dim, i32 half, i32 interleave, i32 offset, "
@@ -82,6 +85,16 @@ def apply_rope_with_cos_sin_cache_inplace(
         positions, query, key, cos_sin_cache, H, G, D, half, *rows, len(cos_sin_cache), n_blocks
     )  # fmt: skip
     _rope(is_neox, wide)(T * n_blocks, _THREADS, args)
+
+
+def apply_attention_temperature_inplace(
+    positions: Any, query: Any, scale: float, floor: int, offset: int
+) -> None:
+    """See `nbflow_kernels.apply_attention_temperature_inplace`; heads are contiguous."""
+    T, H, D = query.shape
+    if query.size:
+        args = (positions, query, query.strides[0] // 4, H * D, scale, floor, offset)
+        _temperature(T, _THREADS, args)
 
 
 def apply_rope_with_frequencies(

@@ -77,6 +77,16 @@ extern "C" __global__ void ragged_positions(const int* indptr, const int* offset
   positions[t] = offsets[low] + t - indptr[low];
 }
 
+// query[t] *= 1 + scale * ln(1 + (positions[t] + offset) / floor), for the E elements of a row.
+extern "C" __global__ void temperature(const int* positions, float* query, long long row, int E,
+                                       double scale, int floor, int offset) {
+  long long position = (long long)positions[blockIdx.x] + offset;
+  long long steps = position > 0 ? position / floor : 0;
+  float factor = (float)(1.0 + scale * log(1.0 + (double)steps));
+  float* x = query + blockIdx.x * row;
+  for (int e = threadIdx.x; e < E; e += blockDim.x) x[e] *= factor;
+}
+
 // out[h, i, j] = slopes[h] * d with d = j - (Tk - Tq + i), or slopes[h] * -|d| if symmetric.
 extern "C" __global__ void alibi(const float* slopes, float* out, int Tq, int Tk, int symmetric) {
   int i = blockIdx.x % Tq, h = blockIdx.x / Tq;

@@ -231,6 +231,14 @@ apply_rope_inplace = _in_place(apply_rope)
 apply_llama31_rope_inplace = _in_place(apply_llama31_rope)
 
 
+def apply_attention_temperature_inplace(
+    positions: np.ndarray, query: np.ndarray, *, scale: float, floor: int, offset: int = 0
+) -> None:
+    """See `nbflow_kernels.apply_attention_temperature_inplace`."""
+    for t, position in enumerate(positions):
+        query[t] *= 1.0 + scale * math.log(1 + (int(position) + offset) // floor)
+
+
 def alibi_slopes(n_heads: int) -> np.ndarray:
     """See `nbflow_kernels.alibi_slopes`; the recursion of the authors' code."""
     n = 2 ** math.floor(math.log2(n_heads))

@@ -1,0 +1,127 @@
+"""Positions of a model: its rotary embeddings, layers without one, and factors by position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nbflow.spec.architecture import RopeSpec, TemperatureSpec
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.position import LongRopeScaling, RopeScaling
+
+
+def ropes(
+    values: Mapping[str, Any],
+    where: str,
+    divisors: Mapping[str, Sequence[float]] | None,
+) -> tuple[RopeSpec, RopeSpec | None, float]:
+    """Return the rotary embeddings of all layers and of local layers, and the softmax factor.
+
+    YaRN's ``mscale_all_dim`` is a factor of the softmax scale in latent attention alone.
+    """
+    style, theta = values["rope_style"], values["rope_theta"]
+    if values["position"] != "rope":
+        return RopeSpec(style, theta, 0), None, 1.0
+    dim = values["rope_dim"]
+    if dim is None:
+        dim = int(values["head_dim"] * values["rope_fraction"])
+    max_context = values["max_context"]
+    try:
+        scaling = RopeScaling.from_config(
+            _scaling_table(values),
+            max_position=max_context,
+            original_max_position=values["rope_original_context"],
+        )
+        if divisors:
+            scaling = _stored_scaling(values, divisors, where)
+        is_plain = scaling is None or not values["kv_rank"]
+        factor = 1.0 if is_plain else float(scaling.softmax_factor)
+    except (UsageError, TypeError, ArithmeticError) as error:
+        raise UsageError(f"{where}: rope_scaling: {error}") from error
+    local = values["local_rope_theta"]
+    local_rope = None if local is None else RopeSpec(style, local, dim)
+    return RopeSpec(style, theta, dim, scaling), local_rope, factor
+
+
+def _stored_scaling(
+    values: Mapping[str, Any], divisors: Mapping[str, Sequence[float]], where: str
+) -> RopeScaling:
+    """Return the scaling of divisors stored in the checkpoint."""
+    each = {name: tuple(map(float, numbers)) for name, numbers in divisors.items()}
+    max_context = values["max_context"]
+    if "rope_divisors" in each:
+        all_lengths = each["rope_divisors"]
+        return LongRopeScaling(
+            short_factor=all_lengths, long_factor=all_lengths, original_max_position=max_context
+        )
+    if len(each) != 2:
+        raise UsageError(
+            f"{where}: the checkpoint has {next(iter(each))} only; LongRoPE needs the divisors for "
+            "short and for long sequences"
+        )
+    original = values["rope_original_context"] or max_context
+    return LongRopeScaling(
+        short_factor=each["rope_short_divisors"],
+        long_factor=each["rope_long_divisors"],
+        original_max_position=original,
+        factor=max_context / original,
+        attention_factor=(values["rope_scaling"] or {}).get("attn_factor"),
+    )
+
+
+_GGUF_SCALING = {"original_context_length": "original_max_position_embeddings"}
+
+
+_ELSEWHERE = ("finetuned", "max_position_embeddings", "mrope_section", "mrope_interleaved")
+"""Keys of a rotary scaling without an effect on text: those of images, and what is said twice."""
+
+
+def _scaling_table(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a rotary scaling with the keys of config.json; GGUF has other ones."""
+    table, truncate = values["rope_scaling"], values["rope_truncate"]
+    if not table:
+        return None
+    words = {_GGUF_SCALING.get(k, k): v for k, v in table.items() if k not in _ELSEWHERE}
+    if values["attention_temperature_scale"] is not None:
+        words.pop("llama_4_scaling_beta", None)
+    if words.keys() <= {"original_max_position_embeddings", "attn_factor"}:
+        return None  # parameters of stored divisors
+    log_multiplier = words.pop("yarn_log_multiplier", None)
+    if log_multiplier:  # as in llama.cpp, the temperature is in the softmax alone
+        words |= dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * log_multiplier)
+    if truncate is not None and words.get("rope_type", words.get("type")) == "yarn":
+        words["truncate"] = truncate
+    if words.get("rope_type", words.get("type")) in ("none", "mrope"):
+        return None  # mrope: text has the same position in all sections
+    return words
+
+
+def unrotated(values: Mapping[str, Any], full_layers: frozenset[int], where: str) -> frozenset[int]:
+    """Return the layers without rotation in a model with rotation."""
+    n, every, flags = values["n_layers"], values["unrotated_every"], values["rope_layers"]
+    if values["position"] != "rope":
+        return frozenset()
+    if flags:
+        if len(flags) != n or not set(flags) <= {0, 1}:
+            raise UsageError(
+                f"{where}: rope_layers must be {n} times 0 or 1, one for each layer, "
+                f"got {list(flags)!r:.80}"
+            )
+        return frozenset(i for i, rotates in enumerate(flags) if not rotates)
+    if values["rope_windows_only"]:
+        return full_layers if values["window"] is not None else frozenset(range(n))
+    return frozenset(i for i in range(n) if every and (i + 1) % every == 0)
+
+
+def temperature(values: Mapping[str, Any], where: str) -> TemperatureSpec | None:
+    """Return the factor of queries by position, None without one."""
+    scale, floor = (values[f"attention_temperature_{name}"] for name in ("scale", "floor"))
+    if not scale:
+        return None
+    if floor is None:
+        raise UsageError(
+            f"{where}: attention_temperature_scale = {scale} needs attention_temperature_floor, "
+            "the positions per step of the factor"
+        )
+    offset, layers = (values[f"attention_temperature_{name}"] for name in ("offset", "layers"))
+    return TemperatureSpec(scale, floor, offset, layers)
