@@ -319,7 +319,8 @@ class ReferenceExecutor:
         gates, ups, downs = (list(matrices[i * n : (i + 1) * n]) for i in range(3))
         return moe.fused_moe(
             x, gates, downs, weights, chosen, up=ups, activation=op.attrs["activation"],
-            weigh_inputs=op.attrs.get("weigh_inputs", False), gate_up_bias=bias.gate, up_bias=bias.up, down_bias=bias.down,
+            weigh_inputs=op.attrs.get("weigh_inputs", False),
+            gate_up_bias=bias.gate, up_bias=bias.up, down_bias=bias.down,
         )  # fmt: skip
 
     def _scale_rows(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
