@@ -27,8 +27,8 @@ copy_heads    last columns of each head of out = those of the input, attrs ``col
 heads_linear  per head: first columns of out = first columns of the input @ W.T, with a weight per
               head
 append_kv     write inputs (k, v), or a latent vector alone, into the layer's pages
-attention     out = attention(q) over the layer's pages, attrs ``window`` and ``chunk``; the weight is
-              the relative position bias by bucket, the bias the attention sinks
+attention     out = attention(q) over the layer's pages, attrs ``window`` and ``chunk``; the weight
+              is the relative position bias by bucket, the bias the attention sinks
 cross_attention
               out = attention(q) over all cached states of the encoder
 input         out = external rows, one per token

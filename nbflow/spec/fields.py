@@ -232,6 +232,13 @@ FIELDS: dict[str, Field] = {
     "q_rank": Field(
         int, "latent attention: width of the compressed queries; 0: none", 0, most=MAX_WIDTH
     ),
+    "index_topk": Field(
+        int,
+        "latent attention: keys that an indexer selects for each token (sparse attention), which "
+        "bounds max_context: up to there all keys are selected, and the indexer is not read",
+        None,
+        least=1,
+    ),
     "value_dim": Field(
         int,
         "latent attention: width of a head's values; head_dim if absent",

@@ -103,6 +103,7 @@ def build_spec(
         _classifier(values["classifier"], config, where) if has_classifier else None
     )
     derived = {
+        "max_context": min(values["max_context"], values["index_topk"] or values["max_context"]),
         "embed_size": values["embed_size"] or 0,
         "sm_scale": softmax_factor / math.sqrt(values["head_dim"])
         if sm_scale is None

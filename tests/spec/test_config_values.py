@@ -133,6 +133,7 @@ DEFAULTS = [
     ("deepseek_v2", "topk_method", "moe.groups", 1),
     ("deepseek_v3", "topk_method", "moe.groups", 4),
     ("llama4_text", "attention_chunk_size", "attention_chunk", 8192),
+    ("deepseek_v32", "index_topk", "max_context", 64),
     ("llama4_text", "no_rope_layers", "unrotated_layers", frozenset()),
     ("llama4_text", "moe_layers", "moe.layers", frozenset({0, 1, 2})),
     ("llama4_text", "use_qk_norm", "qk_norm", "head"),
@@ -195,6 +196,7 @@ CHANGES = [
     ("flan_t5", {"scale_decoder_outputs": True}, "logits_scale", 1 / math.sqrt(24)),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, "full_layers", frozenset()),
     ("llama4_text", {"attention_chunk_size": 9}, "attention_chunk", 9),
+    ("glm_moe_dsa", {"index_topk": 20}, "max_context", 20),
     ("llama4_text", {"no_rope_layers": [0, 1, 0]}, "unrotated_layers", frozenset({0, 2})),
     (
         "llama4_text",

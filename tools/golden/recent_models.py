@@ -16,6 +16,15 @@ TINY = {
 }  # fmt: skip
 """Grouped heads whose width is not hidden_size / heads."""
 EVEN = {**TINY, "head_dim": 8}
+SPARSE = {
+    **TINY, "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 20,
+    "q_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+    "moe_intermediate_size": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5, "index_n_heads": 2, "index_head_dim": 12, "index_topk": 56,
+}  # fmt: skip
+"""Latent attention whose indexer selects all keys of the 48 tokens."""
+del SPARSE["head_dim"]
 
 
 def rope(kind: str = "default", theta: float = 10000.0, **numbers: Any) -> dict[str, Any]:
@@ -27,6 +36,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("Ministral3", {**TINY, "sliding_window": None, "rope_parameters": rope(
         "yarn", factor=4.0, original_max_position_embeddings=16, max_position_embeddings=64,
         beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.4)}),
+    "deepseek_v32": ("DeepseekV32", {**SPARSE, "rope_parameters": rope(
+        "yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0,
+        mscale=0.707, mscale_all_dim=0.707)}),
+    "glm_moe_dsa": ("GlmMoeDsa", {
+        **SPARSE, "n_group": 1, "topk_group": 1, "attention_bias": True,
+        "indexer_types": ["full", "shared", "full"]}),
     "llama4": ("Llama4", {
         **EVEN, "num_hidden_layers": 4, "intermediate_size": 12, "intermediate_size_mlp": 40,
         "num_local_experts": 5, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2,

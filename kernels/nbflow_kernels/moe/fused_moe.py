@@ -263,8 +263,12 @@ def fused_moe(
 def _weighed(x: Any, weights: Any) -> Any:
     """Return the tokens times each of their weights, (T * k, H)."""
     T, k = weights.shape
-    out, tokens = empty(x, (T * k, x.shape[1])), empty(x, (T * k, 1), np.int32)
-    tokens[...] = np.repeat(np.arange(T, dtype=np.int32), k)[:, None]
+    out = empty(x, (T * k, x.shape[1]))
+    tokens: Any = np.repeat(np.arange(T, dtype=np.int32), k)[:, None]
+    if is_cuda(x):
+        from nbflow_kernels.cuda import to_device
+
+        tokens = to_device(tokens, x)
     _device(x).combine(x, weights.reshape(-1, 1), tokens, False, out)
     return out
 
