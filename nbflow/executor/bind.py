@@ -22,7 +22,7 @@ from nbflow.executor.expert_bias import expert_biases
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.storage import LAYOUT
 from nbflow.program.cost import sends_q8
-from nbflow.program.records import COMMUNICATION, Op, state_key
+from nbflow.program.records import COMMUNICATION, Mask, Op, mask_of, state_key
 from nbflow.utils.rank_status import WAITING, WORKING, status
 from nbflow_kernels import op_registry
 from nbflow_kernels.activation.xielu import xielu_numbers
@@ -80,9 +80,8 @@ class LayerAttention:
     With `cross` the keys are the encoder's.
     """
 
-    def __init__(
-        self, executor: Executor, arrays: StepArrays, window: int | None, cross: bool
-    ) -> None:
+    def __init__(self, executor: Executor, arrays: StepArrays, op: Op) -> None:
+        cross, (window, chunk) = op.kind == "cross_attention", mask_of(op)
         self.cross = cross
         program, spec = executor.program, executor.program.spec
         storage = executor.cross_storage if cross else executor.storage
@@ -98,6 +97,7 @@ class LayerAttention:
             kv_layout=LAYOUT,
             causal=spec.causal and not cross,
             window_left=-1 if window is None else window - 1,
+            attention_chunk=chunk or 0,
             logits_soft_cap=spec.logits_soft_cap or 0.0,
             sm_scale=spec.sm_scale,
         )
@@ -134,11 +134,11 @@ class LayerAttention:
 
 
 class AttentionPlanGroup:
-    """Attention plans of a step, one per window and kind of attention."""
+    """Attention plans of a step, one per mask and kind of attention."""
 
     def __init__(self, executor: Executor, arrays: StepArrays) -> None:
-        kinds = {self._kind(op) for op in executor.program.ops if op.kind in ATTENTIONS}
-        self._plans = {kind: LayerAttention(executor, arrays, *kind) for kind in kinds}
+        ops = {self._kind(op): op for op in executor.program.ops if op.kind in ATTENTIONS}
+        self._plans = {kind: LayerAttention(executor, arrays, op) for kind, op in ops.items()}
 
     @property
     def kinds(self) -> tuple[LayerAttention, ...]:
@@ -146,8 +146,8 @@ class AttentionPlanGroup:
         return tuple(self._plans.values())
 
     @staticmethod
-    def _kind(op: Op) -> tuple[int | None, bool]:
-        return op.attrs.get("window"), op.kind == "cross_attention"
+    def _kind(op: Op) -> tuple[str, Mask]:
+        return op.kind, mask_of(op)
 
     def of(self, op: Op) -> LayerAttention:
         """Return the plan of an attention op."""
@@ -518,6 +518,7 @@ class Binder:
             chosen[(chosen < 0) | (chosen >= n)] = -1  # an expert of another rank
             nk.fused_moe(
                 x, gates, downs, scores, chosen, up=ups, activation=op.attrs["activation"],
+                weigh_inputs=op.attrs.get("weigh_inputs", False),
                 gate_up_bias=bias.gate, up_bias=bias.up, down_bias=bias.down, out=out,
             )  # fmt: skip
 

@@ -204,6 +204,7 @@ class CudaBinder(Binder):
         out, held = self.view(op.out), op.attrs["experts"]
         runner = MoERunner(x, weights.operands[index], held, spec.top_k, op, out, bias)
         self.workspaces += runner.workspaces
+        self.scratch += runner.constants
 
         def call() -> None:
             runner.run(*nk.moe_routing(router, correction_bias=bias.choice, **options))

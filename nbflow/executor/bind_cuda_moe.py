@@ -22,7 +22,9 @@ def bind_experts(binder: Binder, fusion: ExpertFusion) -> PythonOp | None:
     if activations not in ("f32", "int8") or (fusion.shared and activations != "f32"):
         return None
     op, router = ops[fusion.experts], ops[fusion.router]
-    if op.attrs.get("biased") or op.attrs["activation"] not in FUNCTIONS:
+    if op.attrs.get("biased") or op.attrs.get("weigh_inputs"):
+        return None
+    if op.attrs["activation"] not in FUNCTIONS:
         return None
     out, logits = binder.view(op.out), binder.view(router.out)
     layer = _layer(binder, fusion)

@@ -11,7 +11,7 @@ import numpy as np
 from nbflow.executor.expert_bias import ExpertBiases
 from nbflow.program.records import Op
 from nbflow_kernels.activation import cuda as activations
-from nbflow_kernels.cuda import device_of
+from nbflow_kernels.cuda import device_of, to_device
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.moe import cuda as experts
 
@@ -54,18 +54,31 @@ class MoERunner:
         self._both = scratch("gate and up", (n_pairs, 2 * width))
         self._hidden = scratch("hidden", (n_pairs, width))
         self._results = scratch("results", (n_pairs, out.shape[1]))
+        self._weighed: Any = None
+        self.constants: tuple[Any, ...] = ()
+        """Constants of experts whose inputs are weighed: the token of each pair, and ones."""
+        if op.attrs.get("weigh_inputs"):
+            tokens = np.repeat(np.arange(len(x), dtype=np.int32), top_k)[:, None]
+            ones = np.ones((len(x), top_k), np.float32)
+            self.constants = to_device(tokens, x), to_device(ones, x)
+            self._weighed = scratch("weighed", (n_pairs, x.shape[1]))
 
     def run(self, scores: Any, chosen: Any) -> None:
         """Compute the weighted sums of the chosen experts; scores and experts are (T, top_k).
 
         The experts of other ranks add nothing.
         """
-        width, bias = self._hidden.shape[1], self._bias
-        experts.permute(chosen, self._rows, self._indptr, self._inverse, self._first)
+        width, bias, x, inverse = self._hidden.shape[1], self._bias, self._x, self._inverse
+        if self.constants:
+            tokens, ones = self.constants
+            experts.combine(x, scores.reshape(-1, 1), tokens, False, self._weighed)
+            x, scores = self._weighed, ones
+            chosen, inverse = chosen.reshape(-1, 1), inverse.reshape(-1, 1)
+        experts.permute(chosen, self._rows, self._indptr, inverse, self._first)
         gates = self._gates, bias.gate, self._both[:, :width]
         ups = self._ups, bias.up, self._both[:, width:]
         for matrices, own_bias, both in (gates, ups):
-            experts.grouped(self._x, matrices, self._indptr, own_bias, both, self._rows)
+            experts.grouped(x, matrices, self._indptr, own_bias, both, self._rows)
         activations.glu(self._both, self._activation, True, self._hidden)
         experts.grouped(self._hidden, self._downs, self._indptr, bias.down, self._results)
         experts.combine(self._results, scores, self._inverse, False, self._out)

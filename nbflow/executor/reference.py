@@ -14,7 +14,7 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.executor.expert_bias import expert_biases
 from nbflow.executor.weight_loader import WeightLoader
-from nbflow.program.records import COMMUNICATION, Op, Program, StateKey, state_key
+from nbflow.program.records import COMMUNICATION, Op, Program, StateKey, mask_of, state_key
 from nbflow_kernels.activation import reference as activation
 from nbflow_kernels.activation.xielu import xielu_numbers
 from nbflow_kernels.attention import reference as attention
@@ -220,7 +220,7 @@ class ReferenceExecutor:
         q, (k, v) = self._heads(values[op.inputs[0]]), self._cache[op.layer or 0]
         if spec.position == "alibi":
             q, k = self._with_slopes(q), _with_positions(k)
-        window, bias = op.attrs.get("window"), None
+        (window, chunk), bias = mask_of(op), None
         if spec.position == "relative":
             by_distance = self._operands[index][0]  # (H, 2 * context - 1)
             query = self._positions(ids)[:, None]
@@ -232,6 +232,7 @@ class ReferenceExecutor:
             causal=spec.causal,
             sm_scale=spec.sm_scale,
             window_left=-1 if window is None else window - 1,
+            attention_chunk=chunk or 0,
             logits_soft_cap=spec.logits_soft_cap,
             bias=bias,
             sinks=self._bias[index],
@@ -322,6 +323,7 @@ class ReferenceExecutor:
         gates, ups, downs = (list(matrices[i * n : (i + 1) * n]) for i in range(3))
         return moe.fused_moe(
             x, gates, downs, weights, chosen, up=ups, activation=op.attrs["activation"],
+            weigh_inputs=op.attrs.get("weigh_inputs", False),
             gate_up_bias=bias.gate, up_bias=bias.up, down_bias=bias.down,
         )  # fmt: skip
 

@@ -110,7 +110,8 @@ class PlannedModel:
                 tensors[int(number)].append((part, shape, self.format_of(name)))
         members: dict[object, list[int]] = {}
         for layer, parts in tensors.items():
-            key = tuple(parts), spec.window_of(layer), spec.rope_of(layer) == spec.rope
+            mask = spec.window_of(layer), spec.chunk_of(layer)
+            key = tuple(parts), mask, spec.rope_of(layer)
             members.setdefault(key, []).append(layer)
         return tuple((layers[0], frozenset(layers)) for layers in members.values())
 

@@ -15,7 +15,7 @@ from typing import Any
 import nbflow_kernels as nk
 from nbflow.planner.planned_model import PlannedModel
 from nbflow.program.cost import FLOAT32_BYTES
-from nbflow.program.records import Op, Program
+from nbflow.program.records import Op, Program, mask_of
 
 INT32_BYTES = 4
 GRAPH_KERNEL_BYTES = 2048
@@ -112,7 +112,7 @@ def _attention_bytes(
     from nbflow_kernels.attention.plan_layout import HEADER_SIZE
 
     ops = [op for op in program.ops if op.kind in ATTENTIONS]
-    kinds = {(op.kind, op.attrs.get("window")) for op in ops}
+    kinds = {(op.kind, mask_of(op)) for op in ops}
     spec = program.spec
     value_dim = spec.head_dim if spec.latent is None else spec.latent.kv_rank
     heads = (program.n_heads, program.n_kv_heads, spec.cached_dim, value_dim)
@@ -164,7 +164,9 @@ def _expert_bytes(program: Program, op: Op, n_tokens: int) -> int:
     n_pairs = n_tokens * program.spec.moe.top_k
     first = op.weights[0]
     width = first.shape(program.spec.shape_of(first.name))[-2]
-    return FLOAT32_BYTES * n_pairs * (2 + 3 * width + program.buffers[op.out].width)
+    columns = program.buffers[op.out].width
+    weighed = columns + 2 if op.attrs.get("weigh_inputs") else 0
+    return FLOAT32_BYTES * n_pairs * (2 + 3 * width + columns + weighed)
 
 
 def _matrices(program: Program, model: PlannedModel, op: Op) -> list[tuple[str, int, int]]:

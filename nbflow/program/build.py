@@ -142,21 +142,27 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
         gate = [Op("gate", "a", ("ag", "a"), layer=i, attrs={"activation": "sigmoid"})]
     norms = [] if spec.qk_norm == "none" else [_qk_norm(spec, i, name) for name in "qk"]
     rope = spec.rope_of(i)
+    if spec.qk_norm_layers == "rotated" and not rope.dim:
+        norms = []
     turn = [Op("rope", "q", ("q", "k"), layer=i, attrs={"rope": rope})] if rope.dim else []
     ops += [*turn, *norms] if spec.qk_norm_after_rope else [*norms, *turn]
-    window, temperature = spec.window_of(i), _temperature(spec, i, "q")
     table = (Operand("position_bias.weight"),) if spec.position == "relative" else ()
     sinks = (Operand(f"layers.{i}.attn.sinks.weight"),) if spec.attention_sinks else ()
-    attrs = {} if window is None else {"window": window}
     return [
         *ops,
         Op("append_kv", "kv", ("k", "v"), layer=i),
-        *temperature,
-        Op("attention", "a", ("q",), table, sinks, i, attrs),
+        *_temperature(spec, i, "q"),
+        Op("attention", "a", ("q",), table, sinks, i, _mask(spec, i)),
         *gate,
         linear(spec, i, "attn.o", "a", "o"),
         add(spec, "x", "o", i),
     ]
+
+
+def _mask(spec: ModelSpec, i: int) -> dict[str, Any]:
+    """Return the attributes of attention that narrow its causal mask."""
+    found = {"window": spec.window_of(i), "chunk": spec.chunk_of(i)}
+    return {name: size for name, size in found.items() if size is not None}
 
 
 def _temperature(spec: ModelSpec, i: int, queries: str) -> list[Op]:
@@ -177,6 +183,8 @@ def _qk_norm(spec: ModelSpec, i: int, name: str) -> Op:
     if spec.qk_norm != "all":
         attrs["per_head"] = True
     weights: tuple[Operand, ...] = (Operand(f"{prefix}.weight"),)
+    if not spec.qk_norm_weight:
+        weights = ()
     if spec.qk_norm == "each_head":
         n = spec.n_heads if name == "q" else spec.n_kv_heads
         weights = tuple(Operand(f"{prefix}.{j}.weight") for j in range(n))
@@ -203,7 +211,6 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) 
         weights = tuple(Operand(f"{prefix}.{name}.weight", rows=cut) for cut in cuts)
         return Op("heads_linear", out, (source,), weights, layer=i, attrs={"head": head})
 
-    window = spec.window_of(i)
     if latent.q_rank:
         ops = [
             linear(spec, i, "attn.q_a", source, "qa"),
@@ -224,7 +231,7 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) 
         Op("append_kv", "kv", ("latent",), layer=i),
         each_head("k_b", C, D, "q", "ql"),
         *_temperature(spec, i, "ql"),
-        Op("attention", "al", ("ql",), layer=i, attrs={} if window is None else {"window": window}),
+        Op("attention", "al", ("ql",), layer=i, attrs=_mask(spec, i)),
         each_head("v_b", Dv, C, "al", "a"),
         linear(spec, i, "attn.o", "a", "o"),
         add(spec, "x", "o", i),
@@ -274,6 +281,8 @@ def _experts(spec: ModelSpec, i: int, source: str) -> list[Op]:
     if "moe.down" in spec.biases:
         bias += tuple(Operand(f"{prefix}.{name}.bias") for name in EXPERT_BIASES)
         attrs["biased"] = True
+    if moe.weighs_inputs:
+        attrs["weigh_inputs"] = True
     ops = [
         linear(spec, i, "router", source, "router"),
         Op("experts", "o", (source, "router"), matrices, bias, i, attrs),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nbflow.distributed.quantized_all_reduce import q8_packed_bytes
-from nbflow.program.records import Op, Program
+from nbflow.program.records import Mask, Op, Program, mask_of
 from nbflow_kernels.kv_cache.formats import kv_formats
 
 FLOAT32_BYTES = 4
@@ -34,15 +34,26 @@ class StepShape:
         """Tokens in the step."""
         return self.n_sequences * self.n_new
 
-    def keys(self, window: int | None) -> int:
+    def keys(self, mask: Mask) -> int:
         """Return the keys that attention of one layer reads."""
+        (window, chunk), first = mask, self.context - self.n_new
         visible = self.context if window is None else min(self.context, window + self.n_new - 1)
+        if chunk is not None:
+            visible = min(visible, self.context - first // chunk * chunk)
         return self.n_sequences * visible
 
-    def pairs(self, window: int | None, causal: bool = True) -> int:
-        """Return the query-key pairs of one layer."""
+    def pairs(self, mask: Mask, causal: bool = True) -> int:
+        """Return the query-key pairs of one layer; those of a chunk, if there is one."""
+        window, chunk = mask
         if not causal:
             return self.n_sequences * self.n_new * self.context
+        if chunk is not None:
+            ends = (self.context, self.context - self.n_new)
+            of_all, of_old = (
+                n // chunk * chunk * (chunk + 1) // 2 + n % chunk * (n % chunk + 1) // 2
+                for n in ends
+            )
+            return self.n_sequences * (of_all - of_old)
         first, last = self.context - self.n_new + 1, self.context  # visible keys of each query
         whole = self.n_new if window is None else max(0, min(last, window) - first + 1)
         total = whole * (2 * first + whole - 1) // 2
@@ -137,7 +148,7 @@ def _attention_cost(
     token_bytes = kv_token_bytes(program, kv)
     if op.kind == "append_kv":
         return OpCost(kv_bytes=token_bytes * step.n_tokens, buffer_bytes=buffer_bytes)
-    window = op.attrs.get("window")
+    mask = mask_of(op)
     spec = program.spec
     causal = spec.causal
     if op.kind == "cross_attention":
@@ -145,9 +156,9 @@ def _attention_cost(
     value_dim = spec.head_dim if spec.latent is None else spec.latent.kv_rank
     per_pair = 2 * program.n_heads * (spec.cached_dim + value_dim)  # QK and PV, multiply and add
     return OpCost(
-        kv_bytes=token_bytes * step.keys(window),
+        kv_bytes=token_bytes * step.keys(mask),
         buffer_bytes=buffer_bytes,
-        attention_operations=float(per_pair * step.pairs(window, causal)),
+        attention_operations=float(per_pair * step.pairs(mask, causal)),
     )
 
 

@@ -27,8 +27,8 @@ copy_heads    last columns of each head of out = those of the input, attrs ``col
 heads_linear  per head: first columns of out = first columns of the input @ W.T, with a weight per
               head
 append_kv     write inputs (k, v), or a latent vector alone, into the layer's pages
-attention     out = attention(q) over the layer's pages, attr ``window``; the weight is the relative
-              position bias by bucket, the bias the attention sinks
+attention     out = attention(q) over the layer's pages, attrs ``window`` and ``chunk``; the weight
+              is the relative position bias by bucket, the bias the attention sinks
 cross_attention
               out = attention(q) over all cached states of the encoder
 input         out = external rows, one per token
@@ -48,7 +48,8 @@ gated_norm    out = norm of groups of columns of the first input, with the secon
               attrs ``eps``, ``group_size``, ``gate_first``
 experts       out = weighted sum of the experts that the router chooses; inputs (x, router); weights
               are gate, up and down matrices of the experts in attr ``experts``; the bias is that of
-              the choice; with attr ``biased`` biases of gates, ups and downs follow
+              the choice; with attr ``biased`` biases of gates, ups and downs follow; with attr
+              ``weigh_inputs`` the router's weights multiply the inputs of the experts
 scale_rows    out *= sigmoid(input @ w) for each row
 add           out += input; attr ``scale``: a factor of the input
 scale         out = input * attr ``scale``
@@ -145,6 +146,15 @@ class Op:
         reads = ", ".join((*self.inputs, *weights, *map(str, self.bias)))
         attrs = " ".join(f"{k}={v}" for k, v in self.attrs.items())
         return f"{where}{self.kind:<11} {self.out} <- {reads}  {attrs}".rstrip()
+
+
+Mask = tuple[int | None, int | None]
+"""Sliding window and chunk of causal attention, in tokens; None for none."""
+
+
+def mask_of(op: Op) -> Mask:
+    """Return the window and the chunk of an attention op."""
+    return op.attrs.get("window"), op.attrs.get("chunk")
 
 
 StateKey = tuple[int, str]

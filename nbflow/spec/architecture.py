@@ -62,6 +62,8 @@ class MoeSpec:
     """Groups per token."""
     group_score: Literal["max", "top2_sum"] = "max"
     router_bias: bool = False
+    weighs_inputs: bool = False
+    """A token's weights multiply the inputs of its experts, not their outputs."""
     shared_size: int = 0
     shared_gate: bool = False
     layers: frozenset[int] = frozenset()
@@ -114,11 +116,17 @@ class LayerKind:
     """False for a layer that is a mixer alone."""
     window: bool = False
     """Attention with the sliding window, if the model has one."""
+    chunk: bool = False
+    """Attention within chunks of positions, if the model has them."""
     norm_place: NormPlace | None = None
     """None for `ModelSpec.norm_place`."""
 
 
-LAYER_KINDS = {"full_attention": LayerKind(), "sliding_attention": LayerKind(window=True)}
+LAYER_KINDS = {
+    "full_attention": LayerKind(),
+    "sliding_attention": LayerKind(window=True),
+    "chunked_attention": LayerKind(chunk=True),
+}
 """Kinds of layers that every family knows."""
 
 
@@ -238,6 +246,7 @@ class Architecture:
     """Layers with full attention in a model with a window."""
     unrotated_layers: frozenset[int] = frozenset()
     """Layers without rotation of queries and keys."""
+    attention_chunk: int | None = None
     causal: bool = True
     embed_size: int = 0
     """Width of the token embedding; 0 for `hidden_size`."""
@@ -251,6 +260,8 @@ class Architecture:
     qk_norm: Literal["none", "head", "each_head", "all"] = "none"
     qk_norm_kind: Literal["rms", "layer"] = "rms"
     qk_norm_after_rope: bool = False
+    qk_norm_weight: bool = True
+    qk_norm_layers: Literal["all", "rotated"] = "all"
     qkv_layout: Literal["blocks", "groups"] = "blocks"
     gate_up_layout: Literal["blocks", "neighbours"] = "blocks"
     experts_transposed: bool = False
@@ -305,6 +316,11 @@ class Architecture:
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer."""
         return None if layer in self.full_layers else self.window
+
+    def chunk_of(self, layer: int) -> int | None:
+        """Return the size of a layer's chunks of attention."""
+        chunked = self.kind_of(layer).chunk if self.layer_kinds else self.rope_of(layer).dim > 0
+        return self.attention_chunk if chunked else None
 
     def rope_of(self, layer: int) -> RopeSpec:
         """Return the rotary embedding of a layer; dim 0 if it has none."""

@@ -76,9 +76,24 @@ def _problems(spec: Architecture) -> Iterator[str]:
         yield from _latent_problems(spec, spec.latent)
     if not spec.causal and spec.window is not None:
         yield "a window needs causal attention"
+    yield from _chunk_problems(spec)
+    if spec.qk_norm in ("each_head", "all") and not spec.qk_norm_weight:
+        yield f"qk_norm {spec.qk_norm!r} needs qk_norm_weight"
     if spec.attention_sinks and (spec.latent is not None or spec.encoder is not None):
         yield "attention_sinks go without latent attention and encoders"
     yield from _expert_problems(spec)
+
+
+def _chunk_problems(spec: Architecture) -> Iterator[str]:
+    """Yield problems of attention within chunks."""
+    if spec.attention_chunk is None:
+        if any(kind.chunk for kind in spec.layer_kinds):
+            yield "layer_types has chunked_attention, which needs attention_chunk"
+        return
+    if any(kind.window for kind in spec.layer_kinds) or spec.window is not None:
+        yield "attention_chunk goes without window and layers of kind sliding_attention"
+    if not spec.causal or spec.encoder is not None or spec.latent is not None:
+        yield "attention_chunk needs causal attention without encoder and kv_rank"
 
 
 def _scaling_problems(spec: Architecture, rope: RopeSpec) -> Iterator[str]:

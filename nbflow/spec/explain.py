@@ -76,7 +76,9 @@ def _nameless(path: Path, family: Family) -> list[str]:
     numbers |= {"n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "norm_eps": 1e-5}
     numbers |= {"activation": "gelu", "embed_scale": 1.0, "position_offset": 0}
     if family.layers.keys() != LAYER_KINDS.keys():  # a layer of each kind
-        kinds = family.structure.get("layer_types") or tuple(family.layers)
+        kinds = family.structure.get("layer_types") or tuple(
+            name for name, kind in family.layers.items() if not kind.chunk
+        )
         numbers |= {"layer_types": kinds, "n_layers": len(kinds)}
         recurrent = ("conv_", "linear_", "ssm_")
         numbers |= {name: 2 for name in FIELDS if name.startswith(recurrent)}

@@ -175,6 +175,10 @@ FIELDS: dict[str, Field] = {
     "qk_norm_after_rope": Field(
         bool, "that norm follows the rotation; false: it precedes it", False
     ),
+    "qk_norm_weight": Field(bool, "that norm has weights", True),
+    "qk_norm_layers": Field(
+        ("all", "rotated"), "layers with that norm: all, or those with rotation", "all"
+    ),
     # attention
     "causal": Field(bool, "causal mask; false for encoders", True),
     "sm_scale": Field(
@@ -186,10 +190,17 @@ FIELDS: dict[str, Field] = {
     "window": Field(int, "sliding window in tokens, the query itself included", None, least=1),
     "window_first_layer": Field(int, "first layer with the window", 0),
     "full_layer_every": Field(int, "every n-th layer uses full attention; 0: none", 0),
+    "attention_chunk": Field(
+        int,
+        "tokens see those of the same chunk of this many positions, in layers of kind "
+        "chunked_attention, or in the layers with rotation if layer_types is absent",
+        None,
+        least=1,
+    ),
     "layer_types": Field(
         [str],
-        "kind of each layer, or one for all: full_attention, sliding_attention, or the name of a "
-        "[layer] table; wins over the two fields above",
+        "kind of each layer, or one for all: full_attention, sliding_attention, chunked_attention, "
+        "or the name of a [layer] table; wins over window_first_layer and full_layer_every",
         (),
     ),
     "logits_soft_cap": Field(
@@ -220,6 +231,13 @@ FIELDS: dict[str, Field] = {
     ),
     "q_rank": Field(
         int, "latent attention: width of the compressed queries; 0: none", 0, most=MAX_WIDTH
+    ),
+    "index_topk": Field(
+        int,
+        "latent attention: keys that an indexer selects for each token (sparse attention), which "
+        "bounds max_context: up to there all keys are selected, and the indexer is not read",
+        None,
+        least=1,
     ),
     "value_dim": Field(
         int,
@@ -364,6 +382,9 @@ FIELDS: dict[str, Field] = {
     "router_groups_used": Field(int, "groups per token", 1, most=MAX_EXPERTS),
     "router_group_score": Field(("max", "top2_sum"), "score of a group", "max"),
     "router_bias": Field(bool, "add router.bias to the scores for the selection only", False),
+    "router_weighs_inputs": Field(
+        bool, "the weights multiply the experts' inputs, not their outputs", False
+    ),
     "experts_transposed": Field(
         bool, "the fused matrices of all experts are stored (in, out)", False
     ),
@@ -378,6 +399,7 @@ FIELDS: dict[str, Field] = {
     "dense_last": Field(int, "number of last layers without experts", 0),
     "expert_every": Field(int, "every n-th layer has experts", 1),
     "dense_layers": Field([int], "further layers without experts", ()),
+    "expert_layers": Field([int], "layers with experts; wins over the three fields above", None),
     # tokens
     "decoder_start_id": Field(
         int,
@@ -416,6 +438,7 @@ LAYER_FIELDS: dict[str, Field] = {
     ),
     "feed_forward": Field(bool, "a feed-forward network or experts follow the mixer", True),
     "window": Field(bool, "attention has the sliding window (field window)", False),
+    "chunk": Field(bool, "attention within chunks (field attention_chunk)", False),
     "norm_place": Field(
         ("pre", "post", "sandwich", "output"), "place of the norms, if not that of the model", None
     ),

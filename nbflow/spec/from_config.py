@@ -107,6 +107,7 @@ def build_spec(
         _classifier(values["classifier"], config, where) if has_classifier else None
     )
     derived = {
+        "max_context": min(values["max_context"], values["index_topk"] or values["max_context"]),
         "embed_size": values["embed_size"] or 0,
         "sm_scale": softmax_factor / math.sqrt(values["head_dim"])
         if sm_scale is None
@@ -408,12 +409,15 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
         for i in range(values["dense_first"], values["n_layers"] - values["dense_last"])
         if (i + 1) % every == 0 and i not in dense
     )
+    if values["expert_layers"] is not None:
+        layers = frozenset(i for i in values["expert_layers"] if i < values["n_layers"])
     router = ("scoring", "renormalize", "scale", "groups", "groups_used", "group_score")
     return MoeSpec(
         n_experts=values["n_experts"],
         top_k=values["experts_per_token"],
         expert_size=values["expert_size"] or values["intermediate_size"],
         router_bias=values["router_bias"],
+        weighs_inputs=values["router_weighs_inputs"],
         shared_size=values["shared_size"],
         shared_gate=values["shared_gate"],
         layers=layers,

@@ -18,6 +18,7 @@ from nbflow.utils.toml_schema import Kind
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _TYPES: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
 _STRINGS = {"type": "array", "items": {"type": "string"}}
+_NAMES = {"anyOf": [{"type": "string"}, _STRINGS]}
 _ANNOTATIONS: dict[str, dict[str, Any]] = {
     "Any": {},
     "bool": {"type": "boolean"},
@@ -31,9 +32,11 @@ _ANNOTATIONS: dict[str, dict[str, Any]] = {
 def family_schema() -> dict[str, Any]:
     """Return the schema of a family file."""
     rule = _rule_schema(ConfigRule)
+    definitions = {"rule": {"anyOf": [rule, {"type": "array", "items": rule}]}, "names": _NAMES}
     return {
         "$schema": DRAFT,
         "title": "nbflow family file: an architecture as a choice of known parts",
+        "$defs": definitions,
         **_table(
             {
                 "description": {"type": "string"},
@@ -44,9 +47,7 @@ def family_schema() -> dict[str, Any]:
                 "prefix": {"type": "string"},
                 "prefixes": _map(_STRINGS),
                 "structure": _fields_schema(),
-                "config": _table(
-                    {name: {"anyOf": [rule, {"type": "array", "items": rule}]} for name in FIELDS}
-                ),
+                "config": _table(dict.fromkeys(FIELDS, {"$ref": "#/$defs/rule"})),
                 "layer": _map(_fields_schema(LAYER_FIELDS)),
                 "biases": _map({"type": "array", "items": {"enum": list(LINEARS)}}),
                 "only": _map(
@@ -67,6 +68,7 @@ def model_schema() -> dict[str, Any]:
     return {
         "$schema": DRAFT,
         "title": "nbflow model file: a model as a family and its differences",
+        "$defs": {"names": _NAMES},
         **_table(
             {
                 **words,
@@ -130,8 +132,7 @@ def _fields_schema(known: Mapping[str, Field] = FIELDS) -> dict[str, Any]:
 
 
 def _tensors_schema() -> dict[str, Any]:
-    names = {"anyOf": [{"type": "string"}, _STRINGS]}
-    return _table(dict.fromkeys(TENSOR_NAMES, names))
+    return _table(dict.fromkeys(TENSOR_NAMES, {"$ref": "#/$defs/names"}))
 
 
 def _rule_schema(rule: type[ConfigRule] | type[OnlyRule]) -> dict[str, Any]:

@@ -29,7 +29,8 @@ def types_of(stated: Any, kinds: Sequence[str], n: int, where: str) -> tuple[str
 def layer_kinds(family: Family, values: Mapping[str, Any], where: str) -> tuple[LayerKind, ...]:
     """Return the kind of each layer; empty if layer_types has no effect."""
     types, n = values["layer_types"], values["n_layers"]
-    if values["window"] is None and family.layers.keys() == LAYER_KINDS.keys():
+    masked = values["window"] is not None or values["attention_chunk"] is not None
+    if not masked and family.layers.keys() == LAYER_KINDS.keys():
         return ()
     for kind in types:
         check_value(kind, f"{where}: layer_types", tuple(family.layers))

@@ -91,6 +91,8 @@ def _attention_shapes(spec: Architecture) -> Shapes:
             "cross.v.weight": (kv_rows, inner),
             "cross.o.weight": (E, q_rows),
         }
+    if not spec.qk_norm_weight:
+        return shapes
     if spec.qk_norm == "each_head":
         for name, n in (("q", spec.n_heads), ("k", spec.n_kv_heads)):
             shapes |= {f"attn.{name}_norm.{j}.weight": (spec.head_dim,) for j in range(n)}

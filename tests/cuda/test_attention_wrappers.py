@@ -366,12 +366,12 @@ def test_users_functions(xp: Any, use_softmax: bool) -> None:
     paged = Paged(rng, [20], (4, 2, 64), 4, "HND", format="q8_0" if use_softmax else "f16")
     q = normal(rng, 3, 4, 64)
     wrapper = nk.BatchPrefillWithPagedKVCacheWrapper(kv_layout="HND")
-    paged.plan(wrapper, ints(0, 3), window_left=9, variant=variant)
+    paged.plan(wrapper, ints(0, 3), window_left=9, attention_chunk=9, variant=variant)
     on_device(xp, paged)
     got = wrapper.run(xp.asarray(q), paged.cache, v_scale=0.5).get()
     want = reference.single_prefill_with_kv_cache(
-        q, paged.k[0], paged.v[0], causal=True, window_left=9, variant=variant, v_scale=0.5,
-        **paged.format,
+        q, paged.k[0], paged.v[0], causal=True, window_left=9, attention_chunk=9, variant=variant,
+        v_scale=0.5, **paged.format,
     )  # fmt: skip
     # float64 but for the dot products; results are up to three times as large as usual
     np.testing.assert_allclose(got, want, rtol=0, atol=3 * ATOL)

@@ -130,6 +130,7 @@ VALUES: dict[str, Any] = {
     "use_fp16_qk_reduction": True,
     "sm_scale": 0.7,
     "window_left": 9,
+    "attention_chunk": 9,
     "logits_soft_cap": 0.5,
     "rope_scale": 2.0,
     "rope_theta": 5e5,

@@ -81,17 +81,22 @@ def test_counted_layers_cost_what_the_whole_program_does(text, changes, weights)
         assert once <= total <= once + vectors * len(plan.ranks) + tied
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
+@pytest.mark.parametrize(
+    ("window", "chunk"),
+    [*((w, None) for w in (None, 1, 3, 7, 100)), *((None, c) for c in (1, 4, 50))],
+)
 @pytest.mark.parametrize(("new", "context"), [(1, 1), (1, 9), (4, 4), (5, 12)])
-def test_pairs_and_keys_are_those_of_a_loop(window, new, context):
+def test_pairs_and_keys_are_those_of_a_loop(window, chunk, new, context):
     step = StepShape(2, new, context, 2)
     pairs, keys = 0, set()
     for query in range(context - new, context):
         first = 0 if window is None else max(0, query - window + 1)
+        if chunk is not None:
+            first = query // chunk * chunk
         pairs += query - first + 1
         keys |= set(range(first, query + 1))
-    assert step.pairs(window) == 2 * pairs
-    assert step.keys(window) == 2 * len(keys)
+    assert step.pairs((window, chunk)) == 2 * pairs
+    assert step.keys((window, chunk)) == 2 * len(keys)
 
 
 def test_experts_are_read_as_often_as_tokens_need_them():

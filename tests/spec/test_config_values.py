@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nbflow.checkpoint import open_weights
+from nbflow.spec.architecture import TemperatureSpec
 from nbflow.spec.family import family_of_config
 from nbflow.spec.from_config import build_spec
 from nbflow_kernels.errors import UsageError
@@ -83,6 +84,8 @@ NO_EFFECT = [
     ("exaone4_full", {"sliding_window_pattern": None, "layer_types": None}),
     ("deepseek_v2", {"aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 8}),
     ("chatglm2", {"apply_query_key_layer_scaling": True, "fp32_residual_connection": True}),
+    ("llama4_text", {"attn_scale": 3.0, "floor_scale": 2, "router_jitter_noise": 0.1}),
+    ("llama4_text", {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 2}),
 ]  # fmt: skip
 
 
@@ -162,6 +165,11 @@ DEFAULTS = [
     ("bart", "scale_embedding", "embed_scale", 1.0),
     ("deepseek_v2", "topk_method", "moe.groups", 1),
     ("deepseek_v3", "topk_method", "moe.groups", 4),
+    ("llama4_text", "attention_chunk_size", "attention_chunk", 8192),
+    ("deepseek_v32", "index_topk", "max_context", 64),
+    ("llama4_text", "no_rope_layers", "unrotated_layers", frozenset()),
+    ("llama4_text", "moe_layers", "moe.layers", frozenset({0, 1, 2})),
+    ("llama4_text", "use_qk_norm", "qk_norm", "head"),
 ]
 """Optional keys and transformers' defaults."""
 
@@ -223,6 +231,8 @@ MATTERS = [
     ("marian", {"normalize_before": True}, "normalize_before = True"),
     ("marian", {"share_encoder_decoder_embeddings": False}, "share_encoder_decoder_embeddings"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True"),
+    ("llama4_text", {"layer_types": ["sliding_attention"] * 3}, "attention_chunk goes without"),
+    ("cohere2", {"layer_types": ["chunked_attention"] * 3}, "which needs attention_chunk"),
 ]  # fmt: skip
 
 
@@ -257,6 +267,15 @@ CHANGES = [
      frozenset({"attn.q", "attn.k", "attn.v"})),
     ("minicpm3", {"scale_emb": 1.0}, "embed_scale", 1.0),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, "full_layers", frozenset()),
+    ("llama4_text", {"attention_chunk_size": 9}, "attention_chunk", 9),
+    ("glm_moe_dsa", {"index_topk": 20}, "max_context", 20),
+    ("llama4_text", {"no_rope_layers": [0, 1, 0]}, "unrotated_layers", frozenset({0, 2})),
+    (
+        "llama4_text",
+        {"attn_temperature_tuning": True, "floor_scale": 5, "attn_scale": 0.25},
+        "temperature",
+        TemperatureSpec(0.25, 5, 1, "unrotated"),
+    ),
 ]  # fmt: skip
 
 
@@ -264,3 +283,9 @@ CHANGES = [
 def test_values_that_are_followed(name, changes, field, value):
     assert getattr(spec_of(name, {}), field) != value or field == "full_layers"
     assert getattr(spec_of(name, changes), field) == value
+
+
+def test_without_layer_types_the_rotated_layers_attend_within_chunks():
+    stated, derived = (spec_of("llama4_text", changes) for changes in ({}, {"layer_types": ABSENT}))
+    assert [stated.chunk_of(i) for i in range(3)] == [7, None, 7]
+    assert [derived.chunk_of(i) for i in range(3)] == [7, None, 7]

@@ -28,6 +28,7 @@ class Options:
     kv_layout: str = "NHD"
     causal: bool = False
     window_left: int = -1
+    attention_chunk: int = 0
     logits_soft_cap: float | None = None
     sm_scale: float | None = None
     pos_encoding_mode: str = "NONE"
@@ -52,6 +53,11 @@ class Options:
         if not isinstance(self.window_left, int | np.integer) or self.window_left < -1:
             raise UsageError(
                 f"window_left must be a number of keys, or -1 for all, got {self.window_left!r}"
+            )
+        if not isinstance(self.attention_chunk, int | np.integer) or self.attention_chunk < 0:
+            raise UsageError(
+                "attention_chunk must be a number of positions, or 0 for none, got "
+                f"{self.attention_chunk!r}"
             )
         if self.logits_soft_cap is not None and not 0.0 <= self.logits_soft_cap < float("inf"):
             raise UsageError(

@@ -119,6 +119,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         disable_page_sharing: bool = False,
         kv_format: str | None = None,
         variant: Any = None,
+        attention_chunk: int = 0,
     ) -> AttentionPlan:
         """Schedule a step; the plan serves every layer with the same options.
 
@@ -166,6 +167,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
             ``"q8_0/q4_0"`` for keys and values; see `kv_formats`.
         variant : object, optional
             User-defined functions; see `AttentionVariant`.
+        attention_chunk : int
+            As in `single_prefill_with_kv_cache`.
 
         Returns
         -------
@@ -190,6 +193,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
             kv_data_type=kv_data_type, o_data_type=o_data_type, non_blocking=non_blocking,
             fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
             disable_page_sharing=disable_page_sharing, kv_format=kv_format, variant=variant,
+            attention_chunk=attention_chunk,
         )  # fmt: skip
 
     def run(
@@ -322,6 +326,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         head_dim_vo: int | None = None,
         kv_format: str | None = None,
         variant: Any = None,
+        attention_chunk: int = 0,
     ) -> AttentionPlan:
         """Schedule a step; the plan serves every layer with the same options.
 
@@ -336,7 +341,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
             Query rows of each request, with a causal mask among them.
         pos_encoding_mode, window_left, logits_soft_cap, q_data_type, kv_data_type, o_data_type
         sm_scale, rope_scale, rope_theta, non_blocking, fixed_split_size, disable_split_kv
-        disable_page_sharing, kv_format, variant
+        disable_page_sharing, kv_format, variant, attention_chunk
             As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
         Returns
@@ -356,6 +361,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
             rope_theta=rope_theta, non_blocking=non_blocking, fixed_split_size=fixed_split_size,
             disable_split_kv=disable_split_kv, disable_page_sharing=disable_page_sharing,
             q_len_per_req=q_len_per_req, kv_format=kv_format, variant=variant,
+            attention_chunk=attention_chunk,
         )  # fmt: skip
 
     run = BatchPrefillWithPagedKVCacheWrapper.run

@@ -64,6 +64,7 @@ class AttentionPlan:
         self.page_size = page_size
         self.causal = causal
         self.window_left = chosen.window_left
+        self.attention_chunk = chosen.attention_chunk
         self.logits_soft_cap = float(chosen.logits_soft_cap or 0.0)
         self.sm_scale = chosen.scale(heads[2])
         self.n_items = self.n_merges = self.n_shares = 0
@@ -98,6 +99,7 @@ class AttentionPlan:
         head[at.PAGE_SIZE], head[at.WINDOW], head[at.CAUSAL] = page_size, self.window_left, causal
         self.split_keys = chosen.split_keys or SPLIT
         head[at.SPLIT_KEYS] = self.split_keys
+        head[at.ATTENTION_CHUNK] = chosen.attention_chunk
         head[at.MAY_SPLIT] = not chosen.disable_split_kv
         head[at.MAY_SHARE] = not chosen.disable_page_sharing
         self._factors = np.full(heads[0], self.sm_scale, np.float32)

@@ -66,19 +66,21 @@ BIAS_BYTES = 32
 """Head stride of BIAS in bytes."""
 ARRIVED = 33
 """int32: arrival counters of split tiles, 0 between launches; devices only."""
-MAY_SHARE = 34
+ATTENTION_CHUNK = 34
+"""Size of the chunks of positions within which a row sees keys; 0 for none."""
+MAY_SHARE = 35
 """1 if a common prefix of pages may be loaded once for several requests."""
-SCORES_HOOK = 35
+SCORES_HOOK = 36
 """Compiled function of a variant that changes the scores of a chunk, or 0; CPU only, as follows."""
-OUTPUT_HOOK = 36
+OUTPUT_HOOK = 37
 """Compiled function of a variant that changes a result, or 0."""
-HOOK_PARAMS = 37
+HOOK_PARAMS = 38
 """Address of the variant's parameters."""
-NO_SOFTMAX = 38
+NO_SOFTMAX = 39
 """1 if scores are the weights."""
-RANGE_HOOK = 39
+RANGE_HOOK = 40
 """Compiled function of a variant that narrows the range of visible keys of a chunk, or 0."""
-HEADER_SIZE = 40
+HEADER_SIZE = 41
 
 # ---- columns of the item table and the merge table ----------------------------------------------
 ITEM_COLUMNS = (

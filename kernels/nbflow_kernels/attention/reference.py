@@ -47,6 +47,7 @@ def attend(
     kv_format: str | None = None,
     variant: Any = None,
     lse_base: str = "2",
+    attention_chunk: int = 0,
     bias: np.ndarray | None = None,
 ) -> Any:
     """See `nbflow_kernels.single_prefill_with_kv_cache`; adds `bias` (H, T, n) to the scores."""
@@ -74,6 +75,9 @@ def attend(
     if logits_soft_cap:
         scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
     visible = see(T, n, position, causal, window_left, custom_mask, packed_custom_mask)
+    if attention_chunk:
+        chunk_of_row = np.maximum(position, 0)[:, None] // attention_chunk
+        visible = visible & (np.arange(n) // attention_chunk == chunk_of_row)
     shown = np.repeat(visible[:, None, :], H, axis=1)
     if variant is not None:
         scores, shown = _transform(variant, scores, shown, G)

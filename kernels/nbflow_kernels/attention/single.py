@@ -42,6 +42,7 @@ def single_prefill_with_kv_cache(
     kv_format: str | None = None,
     variant: Any = None,
     lse_base: str = "2",
+    attention_chunk: int = 0,
     out: Any = None,
     lse: Any = None,
 ) -> Any:
@@ -101,6 +102,8 @@ def single_prefill_with_kv_cache(
         User-defined functions; see `AttentionVariant`.
     lse_base : str
         ``"2"`` or ``"e"``: base of the logarithm in the LSE.
+    attention_chunk : int
+        Rows see keys of the same chunk of this many positions only (Llama 4); 0 for none.
     out : array of the result's dtype, shape (T, H, D_v), optional
         Output array.
     lse : array of float32, shape (T, H), optional
@@ -146,6 +149,7 @@ def single_prefill_with_kv_cache(
     check_backend(backend)
     options = Options(
         kv_layout=kv_layout, causal=causal, window_left=window_left, sm_scale=sm_scale,
+        attention_chunk=attention_chunk,
         logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
         rope_scale=rope_scale, rope_theta=rope_theta, disable_split_kv=variant is not None,
         use_fp16_qk_reduction=use_fp16_qk_reduction,
@@ -179,6 +183,7 @@ def single_decode_with_kv_cache(
     kv_format: str | None = None,
     variant: Any = None,
     lse_base: str = "2",
+    attention_chunk: int = 0,
     out: Any = None,
     lse: Any = None,
 ) -> Any:
@@ -198,7 +203,7 @@ def single_decode_with_kv_cache(
     q_scale, k_scale, v_scale : float, optional
         Factors of the query, the keys and the values.
     window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, return_lse, sinks, kv_format
-    variant, lse_base
+    variant, lse_base, attention_chunk
         As in `single_prefill_with_kv_cache`.
     out : array of the dtype of `q`, shape (H, D_v), optional
         Output array.
@@ -226,6 +231,7 @@ def single_decode_with_kv_cache(
         check_array("lse", lse, q.shape[:1])
     options = Options(
         kv_layout=kv_layout, window_left=window_left, sm_scale=sm_scale,
+        attention_chunk=attention_chunk,
         logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
         rope_scale=rope_scale, rope_theta=rope_theta, disable_split_kv=variant is not None,
     )  # fmt: skip

@@ -120,7 +120,8 @@ def _combine(name: str, T: int, k: int, H: int, *, accumulate: bool = False) -> 
 
 def _layer(
     name: str, T: int, E: int, k: int, H: int, F: int, kind: str, *, separate: bool = False,
-    shared: str = "", activation: str = "silu", bias: bool = False, timed: bool = False,
+    shared: str = "", activation: str = "silu", bias: bool = False, weigh_inputs: bool = False,
+    timed: bool = False,
 ) -> OpCase:  # fmt: skip
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         weights = rng.random((T, k), dtype=np.float32)
@@ -131,6 +132,7 @@ def _layer(
             "topk_weights": weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-6),
             "topk_ids": _ids(rng, T, E, k),
             "activation": activation,
+            "weigh_inputs": weigh_inputs,
         }
         if separate:
             made["up"] = _weights(rng, E, F, H, kind)
@@ -213,6 +215,7 @@ CASES = [
     _layer("gpt_oss", 3, 4, 2, 64, 32, "q4", separate=True, activation="swigluoai", bias=True),
     _layer("biases", 3, 4, 2, 32, 24, "float32_array", activation="swigluoai", bias=True),
     _layer("limit", 3, 4, 2, 32, 24, "float32_array", activation="swigluoai:0.7", bias=True),
+    _layer("llama4", 5, 4, 2, 32, 24, "float32_array", shared="plain", weigh_inputs=True),
     _layer("deepseek_moe_16b_1_token", 1, 64, 6, 2048, 1408, "q4", timed=True),
 ]  # fmt: skip
 """Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

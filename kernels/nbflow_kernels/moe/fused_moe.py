@@ -141,6 +141,7 @@ def fused_moe(
     up: Any = None,
     activation: str = "silu",
     shared: SharedExpert | None = None,
+    weigh_inputs: bool = False,
     gate_up_bias: NDArray[np.float32] | None = None,
     up_bias: NDArray[np.float32] | None = None,
     down_bias: NDArray[np.float32] | None = None,
@@ -150,7 +151,8 @@ def fused_moe(
 
     .. math:: o_t = \sum_j w_{tj} D_e \bigl(a(G_e x_t) \odot U_e x_t\bigr), \quad e = e_{tj}
 
-    and, with biases, :math:`G_e x_t + b_e` for :math:`G_e x_t`, for the other products alike.
+    and, with biases, :math:`G_e x_t + b_e` for :math:`G_e x_t`, for the other products alike.  With
+    `weigh_inputs`, the weight :math:`w_{tj}` multiplies :math:`x_t` instead.
 
     Parameters
     ----------
@@ -173,6 +175,8 @@ def fused_moe(
         ``"swigluoai:4.5"`` with another limit.
     shared : SharedExpert, optional
         An expert of all tokens; its result is added.
+    weigh_inputs : bool
+        Multiply the experts' inputs by `topk_weights`, not their outputs (Llama 4).
     gate_up_bias : array of float32, shape (E, 2F), optional
         Biases of `gate_up`; (E, F) if `up` is given.
     up_bias : array of float32, shape (E, F), optional
@@ -243,13 +247,38 @@ def fused_moe(
         if bias is not None:
             check_array(name, bias, (len(gates), width))
     out = output_array(x, (T, H), out)
-    rows, indptr, inverse = moe_permute(topk_ids, len(gates))
+    routed, ids = x, topk_ids
+    if weigh_inputs:  # each pair of token and expert has an input of its own
+        routed, ids = _weighed(x, topk_weights), topk_ids.reshape(-1, 1)
+        topk_weights = _filled(topk_weights, 1.0)
+    rows, indptr, inverse = moe_permute(ids, len(gates))
+    inverse = inverse.reshape(topk_ids.shape)
     hidden = empty(x, (len(rows), F))
-    act(_projections(x, gate_up, up, indptr, rows, (gate_up_bias, up_bias)), hidden)
+    act(_projections(routed, gate_up, up, indptr, rows, (gate_up_bias, up_bias)), hidden)
     y = grouped_matmul(hidden, down, indptr, bias=down_bias)
     if shared is not None:
         _run_shared(x, shared, act, out)
     _device(x).combine(y, topk_weights, inverse, shared is not None, out)
+    return out
+
+
+def _weighed(x: Any, weights: Any) -> Any:
+    """Return the tokens times each of their weights, (T * k, H)."""
+    T, k = weights.shape
+    out = empty(x, (T * k, x.shape[1]))
+    tokens: Any = np.repeat(np.arange(T, dtype=np.int32), k)[:, None]
+    if is_cuda(x):
+        from nbflow_kernels.cuda import to_device
+
+        tokens = to_device(tokens, x)
+    _device(x).combine(x, weights.reshape(-1, 1), tokens, False, out)
+    return out
+
+
+def _filled(like: Any, value: float) -> Any:
+    """Return an array of the same shape and device that holds one value."""
+    out = empty(like, like.shape)
+    out[...] = value
     return out
 
 

@@ -130,6 +130,7 @@ def fused_moe(
     up: Any = None,
     activation: str = "silu",
     shared: Any = None,
+    weigh_inputs: bool = False,
     gate_up_bias: np.ndarray | None = None,
     up_bias: np.ndarray | None = None,
     down_bias: np.ndarray | None = None,
@@ -155,5 +156,7 @@ def fused_moe(
                         [np.broadcast_to(b, len(gates[e])) for b in (first, second)]
                     )
                 biases = both, last
-                out[t] += weight * _expert(x[t], gates[e], downs[e], ups[e], activation, biases)
+                before, behind = (weight, 1.0) if weigh_inputs else (1.0, weight)
+                found = _expert(before * x[t], gates[e], downs[e], ups[e], activation, biases)
+                out[t] += behind * found
     return out

@@ -320,9 +320,9 @@ class Llama3RopeScaling(RopeScaling):
             low_freq_factor=self.low_freq_factor,
             original_max_position=self.original_max_position,
         )
-        if not self.high_freq_factor > self.low_freq_factor:
+        if not self.high_freq_factor >= self.low_freq_factor:
             raise UsageError(
-                f"high_freq_factor must be above low_freq_factor {self.low_freq_factor}, "
+                f"high_freq_factor must be at least low_freq_factor {self.low_freq_factor}, "
                 f"got {self.high_freq_factor}"
             )
 
@@ -331,7 +331,9 @@ class Llama3RopeScaling(RopeScaling):
         plain = _plain(rotary_dim, theta)
         turns = self.original_max_position * plain / (2.0 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
-        smooth = np.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
+        above = turns - self.low_freq_factor
+        # equal factors (Llama 4): a step
+        smooth = np.clip(above / span, 0.0, 1.0) if span else np.where(above > 0.0, 1.0, 0.0)
         return ((1.0 - smooth) / self.factor + smooth) * plain, 1.0
 
 

@@ -122,15 +122,16 @@ def test_query_rows_may_be_far_apart_and_one_array_may_hold_the_cache() -> None:
     np.testing.assert_array_equal(paged.run(q, rows)[0], want)
 
 
-def test_keys_outside_the_window_are_never_read() -> None:
+@pytest.mark.parametrize("options", [{"window_left": 9}, {"attention_chunk": 45}])
+def test_keys_outside_the_window_or_the_chunk_are_never_read(options: dict[str, int]) -> None:
     rng = np.random.default_rng(7)
     paged = Paged(rng, [100], (2, 1, 16), 4)
     q = normal(rng, 1, 2, 16)
     wrapper = BatchPrefillWithPagedKVCacheWrapper()
     indptr, indices, last = paged.table
-    wrapper.plan(ints(0, 1), indptr, indices, last, 2, 1, 16, 4, window_left=9)
+    wrapper.plan(ints(0, 1), indptr, indices, last, 2, 1, 16, 4, **options)
     want = wrapper.run(q, paged.cache)
-    for part in paged.cache:  # keys 90..99 are on pages 22..24 of the sequence
+    for part in paged.cache:  # keys 90..99 are on pages 22..24 of the sequence, chunk 2 of 45
         part[indices[:22]] = np.nan
     np.testing.assert_array_equal(wrapper.run(q, paged.cache), want)
 
@@ -278,6 +279,7 @@ Q, KV = np.zeros((2, 4, 16), np.float32), np.zeros((5, 2, 16), np.float32)
         ({"rope_theta": 5e5}, UsageError, "rope_theta is for pos_encoding_mode='ROPE_LLAMA'"),
         ({"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 0.0}, UsageError, "must be positive"),
         ({"window_left": -2}, UsageError, "window_left must be a number of keys, or -1"),
+        ({"attention_chunk": -2}, UsageError, "attention_chunk must be a number of positions"),
         ({"lse_base": "10"}, UsageError, "unknown lse_base '10'"),
         ({"backend": "fa3"}, UsageError, "backend must be 'auto'"),
         ({"use_fp16_qk_reduction": True}, UsageError, "use_fp16_qk_reduction must be False"),

@@ -59,7 +59,9 @@ def arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("variant", [SIGMOID, Everything], ids=["sigmoid", "everything"])
-@pytest.mark.parametrize("options", [{}, {"causal": True, "window_left": 15}])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "window_left": 15, "attention_chunk": 37}]
+)
 def test_variants_equal_the_reference(variant: Any, options: dict[str, Any]) -> None:
     q, k, v = arrays()
     as_reference = AttentionVariant(

@@ -151,8 +151,8 @@ def test_wrong_config_entries_are_named(config: dict[str, Any], words: str) -> N
 
 
 def test_wrong_scalings_are_named() -> None:
-    with pytest.raises(UsageError, match="high_freq_factor must be above low_freq_factor 4"):
-        nk.Llama3RopeScaling(low_freq_factor=4.0, high_freq_factor=4.0)
+    with pytest.raises(UsageError, match="high_freq_factor must be at least low_freq_factor 4"):
+        nk.Llama3RopeScaling(low_freq_factor=4.0, high_freq_factor=3.0)
     with pytest.raises(UsageError, match=r"least long_factor must be positive, got 0\.0"):
         nk.LongRopeScaling(short_factor=(1.0,), long_factor=(0.0,), original_max_position=8)
     long = nk.LongRopeScaling(short_factor=(1.0,), long_factor=(2.0,), original_max_position=8)

@@ -246,16 +246,22 @@ def load_queries(header, source, q, q_row_bytes, M, group, row, head, position, 
 @jit.device_function
 def visible_ranges(header, request, row, end_row, group, record):
     """Initialize the visible key ranges of an item's rows, and the sums of earlier splits."""
-    window = read_word(header, at.WINDOW)
+    window, chunk = read_word(header, at.WINDOW), read_word(header, at.ATTENTION_CHUNK)
     while row < end_row:
         rows, position, _ = request_rows(header, request, row, end_row, 0)
         kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
         for m in range(rows * group):
             here = position + m // group
-            write_i64(record + LOW, max(0, here - window) if window >= 0 else 0)
+            low = np.int64(0)
+            if window >= 0:
+                low = max(low, here - window)
             seen = kv_len
+            if chunk > 0:
+                begin = max(np.int64(0), here) // chunk * chunk
+                low, seen = max(low, begin), min(seen, begin + chunk)
             if read_word(header, at.CAUSAL) != 0:
-                seen = max(np.int64(0), min(kv_len, here + 1))
+                seen = max(np.int64(0), min(seen, here + 1))
+            write_i64(record + LOW, low)
             write_i64(record + HIGH, seen)
             write_f32(record + RUN_MAX, MASKED)
             write_f32(record + RUN_SUM, 0.0)

@@ -105,7 +105,8 @@ def schedule(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
     window, causal = read_word(header, at.WINDOW), read_word(header, at.CAUSAL)
     split = read_word(header, at.SPLIT_KEYS)
     may_split = read_word(header, at.MAY_SPLIT) != 0 and n_threads > 1
-    may_share = read_word(header, at.MAY_SHARE) != 0 and window < 0
+    chunk = read_word(header, at.ATTENTION_CHUNK)
+    may_share = read_word(header, at.MAY_SHARE) != 0 and window < 0 and chunk == 0
     for field in (at.MASK, at.SLOPES, at.BIAS, at.ROPE):  # per-request tables
         may_share = may_share and read_word(header, field) == 0
     tile_rows = max(1, at.TILE_VECTORS // group)
@@ -162,6 +163,9 @@ def schedule(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
                 begin, end = np.int64(0), kv_len
                 if window >= 0:
                     begin = max(begin, position - window)
+                if chunk > 0:
+                    begin = max(begin, max(0, position) // chunk * chunk)
+                    end = min(end, (max(0, position + rows - 1) // chunk + 1) * chunk)
                 if causal != 0:
                     end = min(end, position + rows)
                 end = max(begin, end)

@@ -8,7 +8,7 @@ enum HeaderField {
     QO_HEADS, KV_HEADS, DIM_QK, DIM_VO, PAGE_SIZE, WINDOW, CAUSAL, SPLIT_KEYS, MAX_VECTORS, N_MERGES,
     ITEM_CAPACITY, MERGE_CAPACITY, ITEMS, MERGES, SHARES, QO_INDPTR, KV_INDPTR, KV_INDICES, KV_LENS,
     PARTIALS, MASK, MASK_BITS, MASK_STARTS, SCORE_FACTORS, OUT_FACTORS, SLOPES, SINKS, ROPE,
-    LSE_NATURAL, MAY_SPLIT, LATENT, BIAS, BIAS_BYTES, ARRIVED
+    LSE_NATURAL, MAY_SPLIT, LATENT, BIAS, BIAS_BYTES, ARRIVED, ATTENTION_CHUNK
 };
 
 constexpr float MASKED = -1e30f;  // score of a masked key, and row maximum without keys
@@ -77,7 +77,7 @@ DEV float soft_capped(float x, float cap) {
 // ---- masking -------------------------------------------------------------------------------------
 
 struct VisibleKeys {
-    int low, high;   // key range by causality, window and sequence length
+    int low, high;   // key range by causality, window, chunk and sequence length
     i64 mask;        // index of key 0 in the mask
 };
 
@@ -89,6 +89,11 @@ DEV VisibleKeys visible_keys(const i64* header, const Item& item, int row_in_til
         seen.mask = pointer<i64>(header, MASK_STARTS)[item.request] + (i64)row * seen.high;
     }
     if (header[WINDOW] >= 0) seen.low = max(0, here - (int)header[WINDOW]);
+    if (header[ATTENTION_CHUNK]) {
+        const int chunk = (int)header[ATTENTION_CHUNK], begin = max(0, here) / chunk * chunk;
+        seen.low = max(seen.low, begin);
+        seen.high = min(seen.high, begin + chunk);
+    }
     if (header[CAUSAL]) seen.high = max(0, min(seen.high, here + 1));
     return seen;
 }

@@ -87,6 +87,10 @@ def schedule(
     begin, end = np.zeros(len(request), np.int64), kv_lens[request]
     if plan.window_left >= 0:
         begin = np.maximum(position - plan.window_left, 0)
+    if plan.attention_chunk:
+        chunk = plan.attention_chunk
+        begin = np.maximum(begin, np.maximum(position, 0) // chunk * chunk)
+        end = np.minimum(end, (np.maximum(position + rows - 1, 0) // chunk + 1) * chunk)
     if plan.causal:
         end = np.minimum(end, position + rows)
     end = np.maximum(begin, end)

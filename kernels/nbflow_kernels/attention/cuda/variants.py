@@ -69,7 +69,9 @@ def attend_variant(
         on_device(np.ascontiguousarray(p), q) if isinstance(p, np.ndarray) else p
         for p in variant.params
     )
-    scalars = (plan.window_left, int(plan.causal), int(plan.header[at.LSE_NATURAL]))
+    scalars = (
+        plan.window_left, plan.attention_chunk, int(plan.causal), int(plan.header[at.LSE_NATURAL])
+    )  # fmt: skip
     kernel = _kernel(variant, params, arrays, scalars)
     flat = [word for value in (*params, *arrays, *scalars) for word in _words(value)]
     kernel((plan.n_rows, H), 32, tuple(flat), 8 * D_vo)
@@ -172,7 +174,7 @@ def _make_kernel(transform: Any, mask_of: Any, output: Any, use_softmax: bool) -
 
     def attend(
         params, q, k, v, request_of, qo_indptr, starts, mask, mask_starts, factors, out_factors,
-        out, lse, window, causal, natural
+        out, lse, window, chunk, causal, natural
     ):  # fmt: skip
         acc = device.shared.array(0, numba.float64)
         row, h, lane = device.blockIdx.x, device.blockIdx.y, device.threadIdx.x
@@ -185,8 +187,11 @@ def _make_kernel(transform: Any, mask_of: Any, output: Any, use_softmax: bool) -
         low, high = 0, kv_len
         if window >= 0:
             low = max(0, here - window)
+        if chunk > 0:
+            begin = max(0, here) // chunk * chunk
+            low, high = max(low, begin), min(high, begin + chunk)
         if causal != 0:
-            high = min(kv_len, here + 1)
+            high = min(high, here + 1)
         top, total = -math.inf, 0.0
         for d in range(lane, D_vo, 32):
             acc[d] = 0.0
