@@ -48,6 +48,7 @@ from nbflow.utils.rank_status import status
 from nbflow_kernels.attention.cpu.precompile import start_helper
 from nbflow_kernels.errors import MissingExtraError, UsageError
 from nbflow_kernels.kv_cache.formats import kv_formats
+from nbflow_kernels.plugins import load_plugins
 from nbflow_kernels.quantizers.outliers import check_ratio
 
 
@@ -91,6 +92,7 @@ def load(
     (0, 1)
     """
     given = (options or LoadOptions()).replaced(changes)
+    load_plugins(given.plugins)
     resolved = resolve(model, spec=given.spec)
     the_spec = _shorten(resolved.spec, given.max_context)
     weights = cast(Weights, given.weights)

@@ -26,8 +26,10 @@ from nbflow.program.records import COMMUNICATION, Op, state_key
 from nbflow.utils.rank_status import WAITING, WORKING, status
 from nbflow_kernels import op_registry
 from nbflow_kernels.attention.cpu.scheduler import schedule
+from nbflow_kernels.attention.cpu.variants import set_variant
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.attention.plan_layout import SINKS, SLOPES, SPLIT
+from nbflow_kernels.attention.variants import find_variant
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.graph import GraphNode
 from nbflow_kernels.cpu.parallel_for import capture, get_num_threads
@@ -91,6 +93,7 @@ class LayerAttention:
         cross_kv = (arrays.cross_indptr, arrays.cross_indices, arrays.cross_lens)
         self._step = (arrays.qo_indptr, *(cross_kv if cross else kv))
         value_dim = spec.head_dim if spec.latent is None else spec.latent.kv_rank
+        has_variant = spec.attention is not None and not cross
         self.plan = AttentionPlan(
             (program.n_heads, program.n_kv_heads, spec.cached_dim, value_dim),
             storage.page_size,
@@ -99,7 +102,12 @@ class LayerAttention:
             window_left=-1 if window is None else window - 1,
             logits_soft_cap=spec.logits_soft_cap or 0.0,
             sm_scale=spec.sm_scale,
+            disable_split_kv=has_variant,
         )
+        if has_variant:
+            variant = find_variant(str(spec.attention), f"{spec.name}: attention")
+            first_heads = program.first_head, program.first_head * spec.n_kv_heads // spec.n_heads
+            set_variant(self.plan, variant, first_heads)
         if spec.position == "alibi" and not cross:
             first = program.first_head
             slopes = alibi_slopes(spec.n_heads)[first : first + program.n_heads]

@@ -45,6 +45,7 @@ from nbflow.utils.rank_status import status
 from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.cuda.workspace import buffers, release
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantized_matmul.cuda import GEMV_MAX_ROWS
 
 MAX_BOUND = 32
@@ -110,6 +111,11 @@ class CudaExecutor(Executor):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        if self.program.spec.attention is not None:
+            raise UsageError(
+                f"{self.program.spec.name}: attention variants of models run on the CPU; load it "
+                "with device='cpu'"
+            )
         cuda = self.device.xp.cuda
         self.fusions = find_fusions(self.program)
         self._stream = cuda.Stream(non_blocking=True)

@@ -17,6 +17,7 @@ from nbflow.executor.weight_loader import WeightLoader
 from nbflow.program.records import COMMUNICATION, Op, Program, StateKey, state_key
 from nbflow_kernels.activation import reference as activation
 from nbflow_kernels.attention import reference as attention
+from nbflow_kernels.attention.variants import find_variant
 from nbflow_kernels.convolution import reference as convolution
 from nbflow_kernels.delta_rule import reference as delta_rule
 from nbflow_kernels.formats import QuantTensor
@@ -229,6 +230,7 @@ class ReferenceExecutor:
             logits_soft_cap=spec.logits_soft_cap,
             bias=bias,
             sinks=self._bias[index],
+            variant=None if spec.attention is None else find_variant(spec.attention, spec.name),
         )
         return result.reshape(len(ids), -1)
 

@@ -477,8 +477,8 @@ def sinusoidal_table(program: Program) -> np.ndarray:
     table: np.ndarray = nk.sinusoidal_position_embedding(
         positions,
         spec.hidden_size,
-        form=spec.sinusoids,
-        interleave=False,
+        form="fairseq" if spec.sinusoids == "fairseq" else "paper",
+        interleave=spec.sinusoids == "alternating",
         offset=spec.position_offset,
     )
     return table

@@ -212,6 +212,8 @@ class Architecture:
     """Taps of short convolutions; 0 without them."""
     delta: DeltaSpec | None = None
     ssm: StateSpaceSpec | None = None
+    attention: str | None = None
+    """Name of the attention variant of a plugin."""
     output_gate: bool = False
     full_layers: frozenset[int] = frozenset()
     """Layers with full attention in a model with a window."""
@@ -234,7 +236,7 @@ class Architecture:
     experts_transposed: bool = False
     position: Literal["rope", "alibi", "relative", "learned", "sinusoidal", "none"] = "rope"
     position_offset: int = 0
-    sinusoids: Literal["fairseq", "paper"] = "fairseq"
+    sinusoids: Literal["fairseq", "paper", "alternating"] = "fairseq"
     bias_buckets: int = 32
     bias_max_distance: int = 128
     alibi_scaled: bool = False

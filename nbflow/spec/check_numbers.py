@@ -70,6 +70,8 @@ def _problems(spec: Architecture) -> Iterator[str]:
         yield from _recurrent_problems(spec)
     if spec.output_gate and spec.latent is not None:
         yield "output_gate goes without latent attention (kv_rank)"
+    if spec.attention is not None:
+        yield from _variant_problems(spec, spec.attention)
     if spec.latent is not None:
         yield from _latent_problems(spec, spec.latent)
     if not spec.causal and spec.window is not None:
@@ -94,6 +96,24 @@ def _scaling_problems(spec: Architecture, rope: RopeSpec) -> Iterator[str]:
                 f"rope_scaling gives angles that are not finite, for {length} "
                 "positions; its numbers are too large or too small"
             )
+
+
+def _variant_problems(spec: Architecture, name: str) -> Iterator[str]:
+    """Yield problems of an attention variant, which replaces changes of the scores."""
+    from nbflow_kernels.attention.variants import find_variant  # late: most models have none
+
+    for field, wanted in (("logits_soft_cap", None), ("latent", None), ("encoder", None)):
+        if getattr(spec, field) != wanted:
+            yield f"attention {name!r} goes without {field}, got {getattr(spec, field)!r:.80}"
+    if spec.position in ("alibi", "relative"):
+        yield f"attention {name!r} goes without position {spec.position!r}: write it in the variant"
+    try:
+        variant = find_variant(name, "attention")
+    except UsageError as error:
+        yield str(error)
+        return
+    if spec.attention_sinks and not variant.use_softmax:
+        yield f"attention_sinks need a softmax, and attention {name!r} has none"
 
 
 def _latent_problems(spec: Architecture, latent: LatentSpec) -> Iterator[str]:

@@ -217,6 +217,12 @@ FIELDS: dict[str, Field] = {
         None,
         least=0.0,
     ),
+    "attention": Field(
+        str,
+        "attention variant of a plugin: its registered name, or FILE.py:NAME; the plugin has to be "
+        "named on the command line (docs/bring_your_own.md)",
+        None,
+    ),
     "output_gate": Field(
         bool, "multiply the heads' outputs by sigmoid(attn.gate), a projection of the input", False
     ),
@@ -263,9 +269,9 @@ FIELDS: dict[str, Field] = {
     ),
     "position_offset": Field(int, "row of position 0 in the table", 0, most=MAX_CONTEXT),
     "sinusoids": Field(
-        ("fairseq", "paper"),
-        "sinusoidal: of h = hidden_size / 2 frequencies, number c is 10000 ** (-c / (h - 1)) or "
-        "10000 ** (-c / h); sines first, then cosines",
+        ("fairseq", "paper", "alternating"),
+        "sinusoidal: of h = hidden_size / 2 frequencies, number c is 10000 ** (-c / (h - 1)), else "
+        "10000 ** (-c / h); sines first, then cosines, or in turn (alternating)",
         "fairseq",
     ),
     "rope_style": Field(
