@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from nbflow.options import EngineOptions, LoadOptions, SamplingParams
     from nbflow.sampling import register_strategy
     from nbflow.spec import load_tokenizer
+    from nbflow.spec.plugin_ops import register_op
     from nbflow_kernels.attention.variants import register_attention
     from nbflow_kernels.errors import MissingExtraError, UsageError
     from nbflow_kernels.formats.user import register_format
@@ -47,6 +48,7 @@ _WHERE = {
     "option": "nbflow.option_fields",
     "register_attention": "nbflow_kernels.attention.variants",
     "register_format": "nbflow_kernels.formats.user",
+    "register_op": "nbflow.spec.plugin_ops",
     "register_strategy": "nbflow.sampling",
     "contrastive_search": "nbflow.engine.search.api",
     "fill_mask": "nbflow.engine.fill_mask",
@@ -80,6 +82,7 @@ __all__ = [
     "quantize_checkpoint",
     "register_attention",
     "register_format",
+    "register_op",
     "register_strategy",
 ]
 

@@ -30,7 +30,7 @@ class Registration:
     """One thing that a plugin has registered."""
 
     kind: str
-    """"format", "decoding strategy", "measure" or "attention variant"."""
+    """"format", "decoding strategy", "measure", "attention variant" or "op"."""
     name: str
     is_present: Callable[[], bool]
     """False after it was removed or replaced."""
@@ -131,6 +131,7 @@ def find_object(reference: str, where: str) -> Any:
     file, _, name = reference.rpartition(":")
     parts = tuple(part for part in Path(file).parts if part not in (".", "/"))
     found = [p for p in loaded_plugins() if parts and p.path.parts[-len(parts) :] == parts]
+    found = [p for p in found if all(each.is_present() for each in p.registered)]
     if not found:
         raise UsageError(
             f"{where}: {reference!r:.120} is in a file that is not a plugin of this run; files are "
@@ -193,7 +194,7 @@ def _load(path: Path, digest: str, source: str | Path, execute: Callable[[], Mod
     if not registered:
         raise UsageError(
             f"{source} registers nothing; a plugin calls register_format, register_strategy, "
-            "register_measure or register_attention"
+            "register_measure, register_attention or register_op"
         )
     _loaded[path, digest] = Plugin(path, digest, module, registered)
     return _loaded[path, digest]

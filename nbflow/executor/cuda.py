@@ -111,9 +111,11 @@ class CudaExecutor(Executor):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        if self.program.spec.attention is not None:
+        ops = any(op.kind == "plugin" for op in self.program.ops)
+        if ops or self.program.spec.attention is not None:
+            what = "ops" if ops else "attention variants"
             raise UsageError(
-                f"{self.program.spec.name}: attention variants of models run on the CPU; load it "
+                f"{self.program.spec.name}: {what} of plugins run on the CPU in models; load it "
                 "with device='cpu'"
             )
         cuda = self.device.xp.cuda

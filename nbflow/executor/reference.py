@@ -15,6 +15,7 @@ import nbflow_kernels as nk
 from nbflow.executor.expert_bias import expert_biases
 from nbflow.executor.weight_loader import WeightLoader
 from nbflow.program.records import COMMUNICATION, Op, Program, StateKey, state_key
+from nbflow.spec.plugin_ops import OPS
 from nbflow_kernels.activation import reference as activation
 from nbflow_kernels.attention import reference as attention
 from nbflow_kernels.attention.variants import find_variant
@@ -303,6 +304,12 @@ class ReferenceExecutor:
     def _gated_norm(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         x, gate = (values[name] for name in op.inputs)
         return norm.gated_rmsnorm(x, gate, *self._operands[index], **op.attrs)
+
+    def _plugin(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        found, x = OPS[op.attrs["op"]], values[op.inputs[0]]
+        weights = dict(zip(found.weights, self._operands[index], strict=True))
+        sequence = () if found.state is None else self._sequence(op, ids)
+        return np.asarray(found.reference(x, weights, *sequence), np.float64)
 
     def _experts(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         spec = self._program.spec.moe

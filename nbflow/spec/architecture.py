@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from nbflow.spec.plugin_ops import OPS
 from nbflow_kernels.position import LongRopeScaling, RopeScaling
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swigluoai"]
@@ -94,6 +95,10 @@ class LayerKind:
     mixer: Mixer = "attention"
     feed_forward: bool = True
     """False for a layer that is a mixer alone."""
+    op: str | None = None
+    """Op of a plugin in the place of the mixer, which is then "none"."""
+    feed_forward_op: str | None = None
+    """Op of a plugin in the place of the feed-forward network, and `feed_forward` is False."""
     window: bool = False
     """Attention with the sliding window, if the model has one."""
     norm_place: NormPlace | None = None
@@ -274,7 +279,9 @@ class Architecture:
     @property
     def is_recurrent(self) -> bool:
         """True if some layers have a recurrent state instead of keys and values."""
-        return not self.mixers <= {"attention", "none"}
+        stateful = (OPS.get(kind.op) for kind in self.layer_kinds if kind.op)
+        has_state = any(op is not None and op.state is not None for op in stateful)
+        return has_state or not self.mixers <= {"attention", "none"}
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer."""

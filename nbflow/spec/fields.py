@@ -400,6 +400,8 @@ LAYER_FIELDS: dict[str, Field] = {
         "attention",
     ),
     "feed_forward": Field(bool, "a feed-forward network or experts follow the mixer", True),
+    "op": Field(str, "op of a plugin in the place of the mixer", None),
+    "feed_forward_op": Field(str, "op of a plugin in the place of the feed-forward network", None),
     "window": Field(bool, "attention has the sliding window (field window)", False),
     "norm_place": Field(
         ("pre", "post", "sandwich", "output"), "place of the norms, if not that of the model", None

@@ -9,11 +9,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 from mpirun import PYTHONPATH, mpirun
+from safetensors.numpy import load_file, save_file
+from small_models import write_llama
 
 import nbflow
 from nbflow.checkpoint import open_weights
@@ -21,6 +24,7 @@ from nbflow.executor import ReferenceExecutor
 from nbflow.executor.weight_loader import WeightLoader
 from nbflow.program import build
 from nbflow.spec import resolve
+from nbflow.spec.plugin_ops import OPS
 from nbflow_kernels.attention.variants import ATTENTION
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.plugins import load_plugin
@@ -105,3 +109,73 @@ def test_a_variant_in_a_model(folder: Path) -> None:
                 assert list(whole.argmax(axis=1)) == out.ids  # decode steps know their positions
     finally:
         ATTENTION.remove("sigmoid")
+
+
+def write_ema(folder: Path) -> Path:
+    """Write a random checkpoint of the page's ema.toml."""
+    model = folder / "model"
+    write_llama(model)  # three layers
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    rng = np.random.default_rng(5)
+    kept = {
+        name: array
+        for name, array in tensors.items()
+        if not name.startswith(("model.layers.0.self_attn", "model.layers.2.mlp"))
+    }
+    E = kept["model.norm.weight"].shape[0]
+    for name, shape in (
+        ("0.ema.rate", (E,)), ("0.ema.out.weight", (E, E)), ("2.mlp.up.weight", (64, E)),
+        ("2.mlp.down.weight", (E, 64)),
+    ):  # fmt: skip
+        kept[f"model.layers.{name}"] = (rng.standard_normal(shape) / shape[-1] ** 0.5).astype("f4")
+    save_file(kept, file)
+    return model
+
+
+def test_ops_in_a_model(folder: Path) -> None:
+    """A mixer with a state and a feed-forward network: chunks, batches, pipelines, errors."""
+    model_path, spec = write_ema(folder), folder / "ema.toml"
+    with pytest.raises(UsageError, match=r"unknown op 'ema'.*--plugins"):
+        resolve(model_path, spec=spec)
+    load_plugin(folder / "ema.py")
+    try:
+        resolved = resolve(model_path, spec=spec)
+        program = build(resolved.spec)
+        ids = np.arange(3, 33)
+        with open_weights(resolved.path) as file:
+            want = ReferenceExecutor(program, WeightLoader(program, file, None)).logits(ids)
+        for options in ({}, {"max_step_tokens": 7}, {"partition": "0;1"}, {"weights": "q8_0"}):
+            with nbflow.load(model_path, spec=spec, kv="f32", **options) as model:
+                error = np.abs(model.logits(ids) - want).max() / np.abs(want).max()
+                # float32; with q8_0 the other matrices round to 1 / 254 of a block's largest
+                assert error < (2e-2 if "weights" in options else 2e-5)
+                prompts = [ids[:9].tolist(), ids[4:20].tolist()]
+                together = model.generate_batch(prompts, max_tokens=5, ignore_eos=True)
+                for prompt, out in zip(prompts, together, strict=True):
+                    assert model.generate(prompt, max_tokens=5, ignore_eos=True).ids == out.ids
+        with pytest.raises(UsageError, match="op 'ema' of a plugin cannot be divided among ranks"):
+            nbflow.load(model_path, spec=spec, partition="0&1")
+        spec.write_text(FILES["ema.toml"].replace('op = "squares"', 'op = "ema"'))
+        with pytest.raises(UsageError, match="op 'ema' has a state: it can be a mixer"):
+            resolve(model_path, spec=spec)
+        spec.write_text(FILES["ema.toml"].replace('op = "ema"', 'op = "ema"\nmixer = "none"'))
+        with pytest.raises(UsageError, match="op stands in the place of mixer"):
+            resolve(model_path, spec=spec)
+    finally:
+        for name in ("ema", "squares"):
+            OPS.remove(name)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"reference": 1}, "reference must be a function"),
+        ({"weights": {"W": ("hidden_size",)}}, "names of weights are lower-case"),
+        ({"weights": {"w": "hidden_size"}}, "w must have a shape such as"),
+        ({"state": ()}, "state must have a shape such as"),
+    ],
+)
+def test_wrong_ops_are_named(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        nbflow.register_op("mine", **{"reference": len, **words})
