@@ -246,11 +246,15 @@ class Registry(Mapping[str, ThingT], Generic[ThingT]):
 
     def __getitem__(self, name: str) -> ThingT:
         if name not in self._things:
-            raise UsageError(
-                f"{unknown_name(self._kind, name, self._things)} (a plugin adds one with "
-                f"{self._function}; name it: --plugins FILE.py)"
-            )
+            raise self.unknown(name)
         return self._things[name]
+
+    def unknown(self, name: str) -> UsageError:
+        """Return the error for an unknown name."""
+        return UsageError(
+            f"{unknown_name(self._kind, name, self._things)} (a plugin adds one with "
+            f"{self._function}; name it: --plugins FILE.py)"
+        )
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the thing of that name, or `default`."""

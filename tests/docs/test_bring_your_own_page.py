@@ -138,6 +138,11 @@ def test_ops_in_a_model(folder: Path) -> None:
     model_path, spec = write_ema(folder), folder / "ema.toml"
     with pytest.raises(UsageError, match=r"unknown op 'ema'.*--plugins"):
         resolve(model_path, spec=spec)
+    for name, message in (("ema.toml", "[layer.ema]: unknown op 'ema'"),
+                          ("sigmoid.toml", "attention: unknown attention variant")):  # fmt: skip
+        done = nbflow_in(folder, "spec", name)
+        assert done.returncode == 2
+        assert message in done.stderr
     load_plugin(folder / "ema.py")
     try:
         resolved = resolve(model_path, spec=spec)
