@@ -48,7 +48,7 @@ from nbflow.utils.rank_status import status
 from nbflow_kernels.attention.cpu.precompile import start_helper
 from nbflow_kernels.errors import MissingExtraError, UsageError
 from nbflow_kernels.kv_cache.formats import kv_formats
-from nbflow_kernels.plugins import load_plugins
+from nbflow_kernels.plugins import load_plugins, loaded_plugins
 from nbflow_kernels.quantizers.outliers import check_ratio
 
 
@@ -107,6 +107,7 @@ def load(
     kv_formats(given.kv)  # raises for an unknown name
     status.progress("MPI")
     comm = comm or world()
+    _check_plugins(comm)
     if comm.size == 1 and is_host(given.device):
         _compile_ahead(the_spec, given.kv)
     partition = given.partition
@@ -170,6 +171,20 @@ def load(
         with open_weights(resolved.path) as file:
             loaded.classification_head = ClassificationHead.read(the_spec, file)
     return loaded
+
+
+def _check_plugins(comm: Comm) -> None:
+    """Raise on every rank unless all have imported the same plugins; collective."""
+    if comm.size == 1:
+        return
+    mine = [(plugin.path.name, plugin.sha256) for plugin in loaded_plugins()]
+    ranks = comm.bcast_object(comm.gather_object(mine))
+    for rank, found in enumerate(ranks):
+        for name, _ in sorted(set(found) ^ set(ranks[0])):
+            raise UsageError(
+                f"plugin {name} is not the same file on rank {rank} and on rank 0; give all ranks "
+                "the same plugins"
+            )
 
 
 def _compile_ahead(spec: ModelSpec, kv: str) -> None:

@@ -57,6 +57,14 @@ def test_a_strategy_on_the_command_line_and_on_ranks(folder: Path) -> None:
     ranks = mpirun(2, "-m", "nbflow", *words, "--partition", "0&1")
     assert ranks.returncode == 0, ranks.stderr
     assert json.loads(ranks.stdout)["ids"] == json.loads(alone.stdout)["ids"]
+    (folder / "other").mkdir()
+    (folder / "other" / "edt.py").write_text(FILES["edt.py"] + "# of another host\n")
+    code = "import os, sys, nbflow; rank = os.environ.get('PMI_RANK') or os.environ.get("
+    code += "'OMPI_COMM_WORLD_RANK'); nbflow.load('tiny_python', partition='0&1', "
+    code += f"plugins=[{str(folder)!r} + ('/other' if rank == '1' else '') + '/edt.py'])"
+    differs = mpirun(2, "-c", code)
+    assert differs.returncode != 0
+    assert "plugin edt.py is not the same file on rank 1 and on rank 0" in differs.stderr
     refused = nbflow_in(folder, *words[:-1], "edt:theta=11")
     assert refused.returncode == 2
     assert "decoding 'edt': theta must be in 0..10, got 11" in refused.stderr

@@ -66,7 +66,11 @@ def record(folder: Path, config: Mapping[str, Any], n_tokens: int, seed: int) ->
 
 def _packages() -> tuple[Any, Any]:
     try:
-        return importlib.import_module("torch"), importlib.import_module("transformers")
+        torch = importlib.import_module("torch")
+        transformers = importlib.import_module("transformers")
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+        return torch, transformers
     except ImportError as error:
         raise MissingExtraError(
             f"nbflow verify --against hf needs torch and transformers ({error}): pip install torch "
