@@ -92,14 +92,11 @@ def compare(
     """
     if spec.n_parameters > MAX_PARAMETERS:
         report = Report(list(_engine(path, recording, spec_file, partitions)))
-        report.first = (
-            ""
-            if report.agrees
-            else (
-                f"not known, because the model has more than {MAX_PARAMETERS:,} parameters: record a "
-                "smaller one"
+        if not report.agrees:
+            most = f"{MAX_PARAMETERS:,} parameters"
+            report.first = (
+                f"not known, because the model has more than {most}: record a smaller one"
             )
-        )
         return report
     logits, values = _reference(path, spec, recording)
     error = difference(logits, recording.logits)
