@@ -264,7 +264,7 @@ class SamplingParams(OptionSet):
 
     decoding: str | None = option(
         None,
-        "decoding strategy, and its parameters: NAME:PARAMETER=VALUE,...",
+        "decoding strategy: NAME, or with parameters NAME:P=1,Q=2",
         shown="implied by the other parameters",
         metavar="NAME",
     )
