@@ -25,9 +25,15 @@ if TYPE_CHECKING:
     from nbflow.engine.load import load
     from nbflow.engine.outputs import RequestOutput
     from nbflow.engine.search.api import beam_search, contrastive_search
+    from nbflow.option_fields import option
     from nbflow.options import EngineOptions, LoadOptions, SamplingParams
+    from nbflow.sampling import register_strategy
     from nbflow.spec import load_tokenizer
+    from nbflow.spec.plugin_ops import register_op
+    from nbflow_kernels.attention.variants import register_attention
     from nbflow_kernels.errors import MissingExtraError, UsageError
+    from nbflow_kernels.formats.user import register_format
+    from nbflow_kernels.plugins import load_plugin
 
 _WHERE = {
     "LLMEngine": "nbflow.engine.llm_engine",
@@ -38,6 +44,12 @@ _WHERE = {
     "SamplingParams": "nbflow.options",
     "beam_search": "nbflow.engine.search.api",
     "classify": "nbflow.engine.classify",
+    "load_plugin": "nbflow_kernels.plugins",
+    "option": "nbflow.option_fields",
+    "register_attention": "nbflow_kernels.attention.variants",
+    "register_format": "nbflow_kernels.formats.user",
+    "register_op": "nbflow.spec.plugin_ops",
+    "register_strategy": "nbflow.sampling",
     "contrastive_search": "nbflow.engine.search.api",
     "fill_mask": "nbflow.engine.fill_mask",
     "load": "nbflow.engine.load",
@@ -63,9 +75,15 @@ __all__ = [
     "contrastive_search",
     "fill_mask",
     "load",
+    "load_plugin",
     "load_tokenizer",
     "open_weights",
+    "option",
     "quantize_checkpoint",
+    "register_attention",
+    "register_format",
+    "register_op",
+    "register_strategy",
 ]
 
 

@@ -340,7 +340,7 @@ def default_text(known: OptionField) -> str:
     """Return the default of a field as text; empty for None and False."""
     if known.option.shown:
         return known.option.shown
-    if known.default is None or known.default is False:
+    if known.default is None or known.default is False or known.default == ():
         return ""
     return f"{known.default:g}" if isinstance(known.default, float) else str(known.default)
 

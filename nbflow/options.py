@@ -170,6 +170,12 @@ class LoadOptions(OffloadConfig):
     threads: int | None = option(
         None, "threads of each rank", shown="an even share of the cores", low=1, high=MAX_INT
     )
+    plugins: Sequence[str | Path] = option(
+        (), "Python file that registers parts of your own, or name of an installed plugin; it is "
+        "imported", metavar="FILE", repeat=True, toml=False,
+        more="See docs/bring_your_own.md.  In server configurations and sweep files a key at the "
+        "top.",
+    )  # fmt: skip
     max_step_tokens: int = option(
         512, "maximum tokens of one step; longer prompts are prefilled in chunks, same result",
         low=1, high=MAX_INT, unit="tokens", cli=False, toml=False,
@@ -257,7 +263,10 @@ class SamplingParams(OptionSet):
     """Parameters of a request.  None leaves the default of the model, or else of the strategy."""
 
     decoding: str | None = option(
-        None, "decoding strategy", shown="implied by the other parameters", metavar="NAME"
+        None,
+        "decoding strategy: NAME, or with parameters NAME:P=1,Q=2",
+        shown="implied by the other parameters",
+        metavar="NAME",
     )
     max_tokens: int = option(
         128, "maximum new tokens; 0 evaluates the prompt only", low=0, high=MAX_INT,

@@ -13,7 +13,6 @@ from nbflow_kernels.formats import FORMATS as FORMATS
 from nbflow_kernels.formats import QuantFormat as QuantFormat
 from nbflow_kernels.formats import QuantTensor as QuantTensor
 from nbflow_kernels.formats import dequantize as dequantize
-from nbflow_kernels.formats.user import load_formats as load_formats
 from nbflow_kernels.formats.user import register_format as register_format
 from nbflow_kernels.formats.user import unregister_format as unregister_format
 from nbflow_kernels.gating import *
@@ -25,6 +24,8 @@ from nbflow_kernels.matmul import *
 from nbflow_kernels.moe import *
 from nbflow_kernels.norm import *
 from nbflow_kernels.penalties import *
+from nbflow_kernels.plugins import load_plugin as load_plugin
+from nbflow_kernels.plugins import loaded_plugins as loaded_plugins
 from nbflow_kernels.position import *
 from nbflow_kernels.quantized_matmul import qmatmul as qmatmul
 from nbflow_kernels.quantizers import quantize as quantize

@@ -113,7 +113,8 @@ NUMPY_ON_CPU = (
 SUPPORT: dict[str, tuple[str, ...]] = {
     "formats": ("FORMATS", "QuantFormat", "QuantTensor", "dequantize"),
     "quantizers": ("quantize",),
-    "formats.user": ("load_formats", "register_format", "unregister_format"),
+    "formats.user": ("register_format", "unregister_format"),
+    "plugins": ("load_plugin", "loaded_plugins"),
     "testing.format_checks": ("check_format",),
     "kv_cache.formats": ("KVFormat", "kv_format", "kv_formats"),
     "cpu.parallel_for": ("get_num_threads", "set_num_threads"),

@@ -14,6 +14,7 @@ from importlib import import_module
 import nbflow
 from nbflow.distributed import failure
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
+from nbflow_kernels.plugins import load_plugins
 
 COMMANDS = {
     "run": ("nbflow.cli.commands.run", "continue a prompt"),
@@ -41,6 +42,10 @@ COMMANDS = {
     "launch": ("nbflow.cli.commands.launch", "run a command on several MPI ranks"),
     "plan": ("nbflow.cli.commands.plan", "predict partitions of a model on a machine"),
     "spec": ("nbflow.cli.commands.spec", "show or check a model specification"),
+    "verify": (
+        "nbflow_experiments.commands.verify",
+        "compare a specification with transformers or recorded values",
+    ),
     "tokenize": ("nbflow.cli.commands.tokenize", "show the tokens of a text"),
     "env": ("nbflow.cli.commands.env", "show versions, processor and MPI"),
 }
@@ -92,6 +97,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
         if name not in COMMANDS:
             raise unknown_name("command", name, COMMANDS)
         parsed = make_parser(name).parse_args(arguments)
+        load_plugins(getattr(parsed, "plugins", ()))
         return int(import_module(COMMANDS[name][0]).run(parsed))
     except BrokenPipeError:  # the reader of stdout has closed it, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

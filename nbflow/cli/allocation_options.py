@@ -49,7 +49,7 @@ def check_options(arguments: argparse.Namespace) -> None:
     mixed = arguments.bits_per_weight is not None
     if mixed == (arguments.to is not None):
         raise UsageError("give --to FORMAT, or --bits-per-weight B with --formats F1,F2,...")
-    names = split_formats(arguments.formats)[1]
+    names = candidate_formats(arguments.formats)
     if mixed and not names:
         raise UsageError("--bits-per-weight needs formats to choose from: --formats q2,q3,q3h,q4")
     if names and not mixed:
@@ -58,11 +58,9 @@ def check_options(arguments: argparse.Namespace) -> None:
         raise UsageError("--policy, --check and --sensitivity are for --bits-per-weight")
 
 
-def split_formats(given: list[str]) -> tuple[list[str], list[str]]:
-    """Split ``--formats`` into files that register formats (``.py``) and names of formats."""
-    files = [text for text in given if text.endswith(".py")]
-    names = [n for text in given if text not in files for n in text.split(",") if n]
-    return files, names
+def candidate_formats(given: list[str]) -> list[str]:
+    """Return the names of formats in ``--formats``."""
+    return [name for text in given for name in text.split(",") if name]
 
 
 def quantizer_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -75,7 +73,7 @@ class AllocationRun:
     """Allocation of the arguments, with its divergence probe."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        _, self._names = split_formats(arguments.formats)
+        self._names = candidate_formats(arguments.formats)
         self._arguments = arguments
         self._options = quantizer_options(arguments)
         self._probe: DivergenceProbe | None = None

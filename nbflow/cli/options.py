@@ -15,7 +15,6 @@ from nbflow.distributed import world
 from nbflow.distributed.device import is_host
 from nbflow.options import LoadOptions
 from nbflow.planner.memory_plan import MemoryPlan, plan_memory
-from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 
 
@@ -28,24 +27,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, optional: str = "") -> 
     )  # fmt: skip
     add_options(parser, LoadOptions)
     _add_kv_sides(parser)
-    add_formats_argument(parser)
 
 
-def add_formats_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the files of weight formats, which `register_formats` executes."""
-    parser.add_argument(
-        "--formats",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="Python file that registers weight formats; it is executed (repeatable)",
-    )
-
-
-def register_formats(arguments: argparse.Namespace) -> None:
-    """Register the weight formats of --formats."""
-    for file in arguments.formats:
-        load_formats(file)
+def add_plugins_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the plugins, which `nbflow.cli.main` imports before the command runs."""
+    add_options(parser, LoadOptions, ["plugins"])
 
 
 def add_kv_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +81,6 @@ def print_plan(arguments: argparse.Namespace) -> bool:
         return False
     if arguments.plan < 1:
         raise UsageError(f"--plan must be at least 1, got {arguments.plan}")
-    register_formats(arguments)
     plan = _plan(arguments)
     if world().rank == 0:
         print(plan)
@@ -118,8 +103,7 @@ def load_options(arguments: argparse.Namespace) -> LoadOptions:
 
 
 def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.LLM:
-    """Register the formats of --formats and load the model."""
-    register_formats(arguments)
+    """Load the model of the arguments."""
     options = load_options(arguments).replaced(changes)
     can_plan = arguments.partition != "auto" and "/" not in arguments.partition
     if not is_host(arguments.device) and world().rank == 0 and can_plan:

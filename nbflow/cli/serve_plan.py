@@ -10,7 +10,7 @@ from nbflow.planner.memory_plan import MemoryPlan, plan_memory
 from nbflow.server.config import ModelOptions, ServerConfig
 from nbflow.utils.system import available_memory_bytes
 from nbflow.utils.tables import text_table
-from nbflow_kernels import load_formats
+from nbflow_kernels.plugins import load_plugins
 
 PROMPT, GENERATE = 512, 128
 """Tokens of the predicted requests, where the context holds them."""
@@ -18,8 +18,7 @@ PROMPT, GENERATE = 512, 128
 
 def print_plans(config: ServerConfig) -> None:
     """Print the plan of every model of a server; collective over MPI ranks."""
-    for file in config.formats:
-        load_formats(file)
+    load_plugins(config.plugins)
     for name, options in config.models.items():
         plan = model_plan(options)
         if world().rank:

@@ -1,8 +1,10 @@
-"""Vocabulary of a GGUF file from a byte-level BPE ``tokenizer.json``.
+"""Vocabulary of a GGUF file from ``tokenizer.json`` or ``tokenizer.model``.
 
-Supports tokenizers with the pre-tokenizer of GPT-2 or one of llama.cpp's patterns
-(`nbflow.tokenization.pre_tokenizers`).  Otherwise the file gets no vocabulary, and a note says so;
-``--tokenizer`` names the tokenizer's own file when the model is run.
+A tokenizer.json of byte-level BPE must have the pre-tokenizer of GPT-2 or one of llama.cpp's
+patterns (`nbflow.tokenization.pre_tokenizers`).  A tokenizer.model, or one next to a tokenizer.json
+of another kind, must be SentencePiece BPE without normalization, as Llama 2's.  Otherwise the file
+gets no vocabulary, and a note says so; ``--tokenizer`` names the tokenizer's own file when the
+model is run.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.checkpoint.readers.gguf import ARRAY, STRING
-from nbflow.checkpoint.writers.gguf import BOOL, I32
-from nbflow.tokenization import load_tokenizer_file
+from nbflow.checkpoint.writers.gguf import BOOL, F32, I32, U32
+from nbflow.tokenization import Tokenizer, load_tokenizer_file
 from nbflow.tokenization.pre_tokenizers import PRE_TOKENIZERS
-from nbflow.tokenization.sentencepiece_bpe import CONTROL, NORMAL, USER_DEFINED
+from nbflow.tokenization.sentencepiece import SpTokenizer, load_processor, read_model
+from nbflow.tokenization.sentencepiece_bpe import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
+from nbflow.tokenization.sentencepiece_proto import read_settings
 from nbflow.utils.json_file import read_object
 from nbflow_kernels.errors import MissingExtraError, UsageError
 
@@ -42,10 +46,20 @@ def vocabulary(path: Path | None, n_tokens: int) -> tuple[Entries, list[str]]:
     try:
         if path is None:
             raise _NotWritableError("the model has no tokenizer file")
-        if path.name != "tokenizer.json":
-            raise _NotWritableError(f"{path.name} is not written, only tokenizer.json")
-        load_tokenizer_file(path)  # a damaged file ends here
-        return _byte_level(read_object(path), n_tokens), []
+        if path.name not in ("tokenizer.json", "tokenizer.model"):
+            raise _NotWritableError(
+                f"{path.name} is not written, only tokenizer.json and tokenizer.model"
+            )
+        tokenizer = load_tokenizer_file(path)  # a damaged file ends here
+        pieces = path.with_name("tokenizer.model")
+        if path == pieces:
+            return _sentencepiece(path, n_tokens), []
+        table = read_object(path)
+        model = table.get("model")
+        if isinstance(model, dict) and model.get("byte_fallback") and pieces.is_file():
+            _check_same(tokenizer, load_tokenizer_file(pieces))
+            return _sentencepiece(pieces, n_tokens), []
+        return _byte_level(table, n_tokens), []
     except (_NotWritableError, UsageError, MissingExtraError) as reason:
         note = f"no vocabulary in the file: {reason}; name the tokenizer's file when you run it"
         return {"tokenizer.ggml.model": ((STRING,), "no_vocab")}, [note]
@@ -81,6 +95,57 @@ def _byte_level(table: dict[str, Any], n_tokens: int) -> Entries:
         "tokenizer.ggml.token_type": ((ARRAY, I32), types),
         "tokenizer.ggml.merges": ((ARRAY, STRING), pairs),
         "tokenizer.ggml.add_bos_token": ((BOOL,), _adds_bos(table.get("post_processor"))),
+    }
+
+
+_SAMPLES = ("Hello world", "  two spaces, a\ttab\n", "x = f(1.5) # café 漢字 🦩", "don't")
+"""Texts on which two files of one tokenizer must agree."""
+
+
+def _check_same(one: Tokenizer, other: Tokenizer) -> None:
+    """Raise unless tokenizer.json and tokenizer.model give the same tokens."""
+    for text in _SAMPLES:
+        if one.encode(text) != other.encode(text):
+            raise _NotWritableError(f"tokenizer.json and tokenizer.model differ for {text!r}")
+
+
+def _sentencepiece(path: Path, n_tokens: int) -> Entries:
+    """Return the metadata of a SentencePiece file of BPE, with the tokens added to it."""
+    data = read_model(path)
+    try:
+        settings = read_settings(data)
+    except ValueError as error:
+        raise UsageError(f"{path}: not a readable SentencePiece model: {error}") from None
+    if not settings.is_bpe:
+        raise _NotWritableError(f"{path.name} is not of byte-pair encoding")
+    if settings.has_rules or settings.remove_extra_whitespaces:
+        raise _NotWritableError(f"{path.name} normalizes text")
+    tokenizer = load_tokenizer_file(path)
+    if not isinstance(tokenizer, SpTokenizer) or tokenizer.vocab_size > n_tokens:
+        raise _NotWritableError(f"{path.name} has {tokenizer.vocab_size} tokens, not {n_tokens}")
+    sp = load_processor(data, str(path))
+    tokens, scores, types = [], [], []
+    for i in range(n_tokens):
+        own = i < sp.get_piece_size()
+        tokens.append(tokenizer.piece(i) if i < tokenizer.vocab_size else f"[PAD{i}]")
+        scores.append(sp.get_score(i) if own else 0.0)
+        kind = _UNUSED if i >= tokenizer.vocab_size else NORMAL if own else USER_DEFINED
+        if own and (sp.is_unknown(i) or sp.is_byte(i)):
+            kind = UNKNOWN if sp.is_unknown(i) else BYTE
+        elif tokens[-1] in tokenizer.special_tokens:
+            kind = CONTROL
+        types.append(kind)
+    special = tokenizer.special_ids
+    if special.after or special.before not in ((), (special.bos,)):
+        raise _NotWritableError(f"{path.name} puts tokens around a text")
+    return {
+        "tokenizer.ggml.model": ((STRING,), "llama"),
+        "tokenizer.ggml.tokens": ((ARRAY, STRING), tokens),
+        "tokenizer.ggml.scores": ((ARRAY, F32), scores),
+        "tokenizer.ggml.token_type": ((ARRAY, I32), types),
+        "tokenizer.ggml.unknown_token_id": ((U32,), sp.unk_id()),
+        "tokenizer.ggml.add_bos_token": ((BOOL,), bool(special.before)),
+        "tokenizer.ggml.add_space_prefix": ((BOOL,), settings.add_dummy_prefix),
     }
 
 

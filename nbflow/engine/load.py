@@ -48,6 +48,7 @@ from nbflow.tokenization import Tokenizer, load_tokenizer_file
 from nbflow.utils.rank_status import status
 from nbflow_kernels.errors import MissingExtraError, UsageError
 from nbflow_kernels.kv_cache.formats import kv_formats
+from nbflow_kernels.plugins import load_plugins, loaded_plugins
 from nbflow_kernels.quantizers.outliers import check_ratio
 
 
@@ -91,6 +92,7 @@ def load(
     (0, 1)
     """
     given = (options or LoadOptions()).replaced(changes)
+    load_plugins(given.plugins)
     resolved = resolve(model, spec=given.spec)
     the_spec = _shorten(resolved.spec, given.max_context)
     weights = cast(Weights, given.weights)
@@ -105,6 +107,7 @@ def load(
     kv_formats(given.kv)  # raises for an unknown name
     status.progress("MPI")
     comm = comm or world()
+    _check_plugins(comm)
     if comm.size == 1 and is_host(given.device):
         compile_ahead(the_spec, given.kv)
     partition = given.partition
@@ -168,6 +171,20 @@ def load(
         with open_weights(resolved.path) as file:
             loaded.classification_head = ClassificationHead.read(the_spec, file)
     return loaded
+
+
+def _check_plugins(comm: Comm) -> None:
+    """Raise on every rank unless all have imported the same plugins; collective."""
+    if comm.size == 1:
+        return
+    mine = [(plugin.path.name, plugin.sha256) for plugin in loaded_plugins()]
+    ranks = comm.bcast_object(comm.gather_object(mine))
+    for rank, found in enumerate(ranks):
+        for name, _ in sorted(set(found) ^ set(ranks[0])):
+            raise UsageError(
+                f"plugin {name} is not the same file on rank {rank} and on rank 0; give all ranks "
+                "the same plugins"
+            )
 
 
 def measure(

@@ -23,16 +23,20 @@ from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.storage import LAYOUT
 from nbflow.program.cost import sends_q8
 from nbflow.program.records import COMMUNICATION, Mask, Op, mask_of, state_key
+from nbflow.spec.plugin_ops import OPS
 from nbflow.utils.rank_status import WAITING, WORKING, status
 from nbflow_kernels import op_registry
 from nbflow_kernels.activation.xielu import xielu_numbers
 from nbflow_kernels.attention.cpu.scheduler import schedule
+from nbflow_kernels.attention.cpu.variants import set_variant
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.attention.plan_layout import SINKS, SLOPES, SPLIT
+from nbflow_kernels.attention.variants import find_variant
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.graph import GraphNode
 from nbflow_kernels.cpu.parallel_for import capture, get_num_threads
 from nbflow_kernels.cpu.simd_memory import address_of
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.formats.cpu_dequantize import gather
 from nbflow_kernels.matmul import cpu as floats
@@ -91,6 +95,7 @@ class LayerAttention:
         cross_kv = (arrays.cross_indptr, arrays.cross_indices, arrays.cross_lens)
         self._step = (arrays.qo_indptr, *(cross_kv if cross else kv))
         value_dim = spec.head_dim if spec.latent is None else spec.latent.kv_rank
+        has_variant = spec.attention is not None and not cross
         self.plan = AttentionPlan(
             (program.n_heads, program.n_kv_heads, spec.cached_dim, value_dim),
             storage.page_size,
@@ -100,7 +105,12 @@ class LayerAttention:
             attention_chunk=chunk or 0,
             logits_soft_cap=spec.logits_soft_cap or 0.0,
             sm_scale=spec.sm_scale,
+            disable_split_kv=has_variant,
         )
+        if has_variant:
+            variant = find_variant(str(spec.attention), f"{spec.name}: attention")
+            first_heads = program.first_head, program.first_head * spec.n_kv_heads // spec.n_heads
+            set_variant(self.plan, variant, first_heads)
         if spec.position == "alibi" and not cross:
             first = program.first_head
             slopes = alibi_slopes(spec.n_heads)[first : first + program.n_heads]
@@ -521,6 +531,28 @@ class Binder:
                 weigh_inputs=op.attrs.get("weigh_inputs", False),
                 gate_up_bias=bias.gate, up_bias=bias.up, down_bias=bias.down, out=out,
             )  # fmt: skip
+
+        return PythonOp(op.kind, call)
+
+    def _plugin(self, op: Op, index: int) -> BoundOp:
+        found, x, out = OPS[op.attrs["op"]], self.view(op.inputs[0]), self.view(op.out)
+        weights = dict(zip(found.weights, self.executor.weights.operands[index], strict=True))
+        sequences: tuple[Any, ...] = ()
+        if found.state is not None:
+            states = self.executor.states.arrays[state_key(op)]
+            sequences = states, self.arrays.qo_indptr, self.arrays.state_rows
+
+        def call() -> None:
+            try:
+                if found.cpu is not None:
+                    found.cpu(x, weights, *sequences, out)
+                else:
+                    out[:] = found.reference(x.astype(np.float64), weights, *sequences)
+            except Exception as error:
+                raise UsageError(
+                    f"op {found.name!r} of a plugin, layer {op.layer}: {type(error).__name__}: "
+                    f"{error}"
+                ) from error
 
         return PythonOp(op.kind, call)
 

@@ -45,6 +45,7 @@ from nbflow.utils.rank_status import status
 from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.cuda.workspace import buffers, release
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantized_matmul.cuda import GEMV_MAX_ROWS
 
 MAX_BOUND = 32
@@ -110,6 +111,13 @@ class CudaExecutor(Executor):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        ops = any(op.kind == "plugin" for op in self.program.ops)
+        if ops or self.program.spec.attention is not None:
+            what = "ops" if ops else "attention variants"
+            raise UsageError(
+                f"{self.program.spec.name}: {what} of plugins run on the CPU in models; load it "
+                "with device='cpu'"
+            )
         cuda = self.device.xp.cuda
         self.fusions = find_fusions(self.program)
         self._stream = cuda.Stream(non_blocking=True)

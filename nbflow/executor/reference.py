@@ -15,9 +15,11 @@ import nbflow_kernels as nk
 from nbflow.executor.expert_bias import expert_biases
 from nbflow.executor.weight_loader import WeightLoader
 from nbflow.program.records import COMMUNICATION, Op, Program, StateKey, mask_of, state_key
+from nbflow.spec.plugin_ops import OPS
 from nbflow_kernels.activation import reference as activation
 from nbflow_kernels.activation.xielu import xielu_numbers
 from nbflow_kernels.attention import reference as attention
+from nbflow_kernels.attention.variants import find_variant
 from nbflow_kernels.convolution import reference as convolution
 from nbflow_kernels.delta_rule import reference as delta_rule
 from nbflow_kernels.formats import QuantTensor
@@ -236,6 +238,7 @@ class ReferenceExecutor:
             logits_soft_cap=spec.logits_soft_cap,
             bias=bias,
             sinks=self._bias[index],
+            variant=None if spec.attention is None else find_variant(spec.attention, spec.name),
         )
         return result.reshape(len(ids), -1)
 
@@ -311,6 +314,12 @@ class ReferenceExecutor:
     def _gated_norm(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         x, gate = (values[name] for name in op.inputs)
         return norm.gated_rmsnorm(x, gate, *self._operands[index], **op.attrs)
+
+    def _plugin(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        found, x = OPS[op.attrs["op"]], values[op.inputs[0]]
+        weights = dict(zip(found.weights, self._operands[index], strict=True))
+        sequence = () if found.state is None else self._sequence(op, ids)
+        return np.asarray(found.reference(x, weights, *sequence), np.float64)
 
     def _experts(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         spec = self._program.spec.moe

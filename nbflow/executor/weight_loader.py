@@ -195,6 +195,8 @@ class WeightLoader:
             return tuple(self._once(run, read) for run in runs)
         if op.kind == "conv":
             return tuple(self._once((w,), self._taps) for w in op.weights)
+        if op.kind == "plugin":
+            return tuple(self._once((w,), self._array) for w in op.weights)
         vectors = tuple(self._once((w,), self._vector) for w in op.weights)
         if op.kind in ("log_decay", "mamba2"):  # A_log becomes the rate
             rate = -np.exp(vectors[0].astype(np.float64))
@@ -219,6 +221,9 @@ class WeightLoader:
 
     def _vector(self, operands: Sequence[Operand]) -> np.ndarray:
         return self._read(operands[0]).reshape(-1).astype(np.float32)
+
+    def _array(self, operands: Sequence[Operand]) -> np.ndarray:
+        return np.ascontiguousarray(self._read(operands[0]), np.float32)
 
     def _taps(self, operands: Sequence[Operand]) -> np.ndarray:
         """Return the taps of a convolution by channel, float32 (C, K)."""
@@ -477,8 +482,8 @@ def sinusoidal_table(program: Program) -> np.ndarray:
     table: np.ndarray = nk.sinusoidal_position_embedding(
         positions,
         spec.hidden_size,
-        form=spec.sinusoids,
-        interleave=False,
+        form="fairseq" if spec.sinusoids == "fairseq" else "paper",
+        interleave=spec.sinusoids == "alternating",
         offset=spec.position_offset,
     )
     return table

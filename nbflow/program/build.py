@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from nbflow.program.layer_ops import add, linear, norm
+from nbflow.program.layer_ops import add, linear, norm, plugin_op
 from nbflow.program.records import Buffer, Op, Operand, Program
 from nbflow.program.recurrent import gated_delta_rule, mamba2, short_conv
 from nbflow.program.recurrent import widths as recurrent_widths
@@ -113,10 +114,14 @@ def _layer(spec: ModelSpec, i: int) -> list[Op]:
     ops: list[Op] = []
     kind, place = spec.kind_of(i), spec.norm_place_of(i)
     sublayers = {} if kind.mixer == "none" else {"attn": _MIXERS[kind.mixer]}
+    if kind.op is not None:
+        sublayers["attn"] = _plugin_op(kind.op, "op")
     if spec.encoder is not None:
         sublayers["cross"] = _cross_attention
     if kind.feed_forward:
         sublayers["ffn"] = _feed_forward
+    if kind.feed_forward_op is not None:
+        sublayers["ffn"] = _plugin_op(kind.feed_forward_op, "ffn_op")
     for name, sublayer in sublayers.items():
         source = "x"
         if place in ("pre", "sandwich"):
@@ -129,6 +134,11 @@ def _layer(spec: ModelSpec, i: int) -> list[Op]:
         if place == "post":
             ops.append(norm(spec, f"layers.{i}.{name}_norm", "x", "x", i))
     return ops
+
+
+def _plugin_op(name: str, part: str) -> Callable[[ModelSpec, int, str], list[Op]]:
+    """Return the function that makes a sublayer of a plugin's op."""
+    return lambda spec, i, source: plugin_op(spec, i, name, part, source)
 
 
 def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:

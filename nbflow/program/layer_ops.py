@@ -6,6 +6,7 @@ from typing import Any
 
 from nbflow.program.records import Op, Operand
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.plugin_ops import OPS
 
 
 def norm(spec: ModelSpec, name: str, source: str, out: str, layer: int | None) -> Op:
@@ -33,6 +34,15 @@ def add(spec: ModelSpec, out: str, source: str, layer: int | None) -> Op:
     scale = spec.residual_scale if out == "x" and layer is not None else 1.0
     attrs = {} if scale == 1.0 else {"scale": scale}
     return Op("add", out, (source,), layer=layer, attrs=attrs)
+
+
+def plugin_op(spec: ModelSpec, i: int, name: str, part: str, source: str) -> list[Op]:
+    """Return an op of a plugin as a sublayer, including the residual sum."""
+    op = OPS[name]
+    weights = tuple(Operand(f"layers.{i}.{part}.{weight}.weight") for weight in op.weights)
+    state = op.state_shape(spec)
+    attrs = {"op": name} | ({} if state is None else {"state": state})
+    return [Op("plugin", "o", (source,), weights, layer=i, attrs=attrs), add(spec, "x", "o", i)]
 
 
 def gate(out: str, gate: str, up: str, layer: int, activation: str) -> Op:

@@ -16,6 +16,7 @@ import math
 
 from nbflow.distributed.plan import RankPlan
 from nbflow.program.records import Buffer, Op, Operand, Program
+from nbflow_kernels.errors import UsageError
 
 ROW_PARALLEL = ("attn.o", "cross.o", "ffn.down", "shared.down", "short.out", "delta.out",
                 "ssm.out")  # fmt: skip
@@ -175,6 +176,12 @@ def _outside_layers(op: Op, plan: RankPlan, after_layers: bool) -> list[Op]:
 def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> Op:
     if op.kind == "experts":
         return _shard_experts(op, plan.experts)
+    if op.kind == "plugin":
+        raise UsageError(
+            f"layer {op.layer}: op {op.attrs['op']!r} of a plugin cannot be divided among ranks "
+            f"{'&'.join(map(str, plan.group))}; use one rank, or stages of a rank each, e.g. "
+            "partition '0;1'"
+        )
     if op.attrs.get("own_weights"):
         heads = plan.heads if op.out == "q" else plan.kv_heads
         return dataclasses.replace(op, weights=op.weights[slice(*heads)])

@@ -50,6 +50,7 @@ experts       out = weighted sum of the experts that the router chooses; inputs 
               are gate, up and down matrices of the experts in attr ``experts``; the bias is that of
               the choice; with attr ``biased`` biases of gates, ups and downs follow; with attr
               ``weigh_inputs`` the router's weights multiply the inputs of the experts
+plugin        out = op of a plugin of the input, attr ``op``: its name (`nbflow.spec.plugin_ops`)
 scale_rows    out *= sigmoid(input @ w) for each row
 add           out += input; attr ``scale``: a factor of the input
 scale         out = input * attr ``scale``
@@ -76,8 +77,8 @@ from nbflow.spec.model_spec import ModelSpec
 Kind = Literal[
     "embedding", "norm", "sum_squares", "linear", "rope", "temperature", "copy_heads",
     "heads_linear", "append_kv", "attention", "cross_attention", "input", "activation", "gate",
-    "conv", "sigmoid", "log_decay", "delta_rule", "mamba2", "gated_norm", "experts", "scale_rows",
-    "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
+    "conv", "sigmoid", "log_decay", "delta_rule", "mamba2", "gated_norm", "experts", "plugin",
+    "scale_rows", "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
 ]  # fmt: skip
 _MAX_SHOWN = 4
 COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})

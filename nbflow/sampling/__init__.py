@@ -21,6 +21,7 @@ from nbflow.sampling.build import (
     of_other_strategies,
     with_recommended,
 )
+from nbflow.sampling.candidates import Candidates
 from nbflow.sampling.logits_processors import Constrained, LogitsProcessors
 from nbflow.sampling.mirostat import Mirostat
 from nbflow.sampling.sampler_chain import Chain
@@ -33,12 +34,14 @@ from nbflow.sampling.strategies import (
     TopK,
     TopP,
     make_strategy,
+    register_strategy,
 )
-from nbflow.sampling.strategy import State, Strategy
+from nbflow.sampling.strategy import SampledState, State, Strategy
 from nbflow.sampling.structured_output import Grammar
 
 __all__ = [
     "STRATEGIES",
+    "Candidates",
     "Chain",
     "Constrained",
     "Filters",
@@ -48,6 +51,7 @@ __all__ = [
     "MinP",
     "Mirostat",
     "Sample",
+    "SampledState",
     "State",
     "Strategy",
     "TopK",
@@ -56,5 +60,6 @@ __all__ = [
     "end_ids",
     "make_strategy",
     "of_other_strategies",
+    "register_strategy",
     "with_recommended",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,12 @@ from nbflow.options import SamplingParams, Word
 from nbflow.sampling.dry_breakers import breaker_sequences
 from nbflow.sampling.logits_processors import LogitsProcessors, check_token_ids, constrain
 from nbflow.sampling.sampler_chain import parse_samplers
-from nbflow.sampling.strategies import STRATEGIES, make_strategy
+from nbflow.sampling.strategies import (
+    STRATEGIES,
+    make_strategy,
+    shared_parameters,
+    split_decoding,
+)
 from nbflow.sampling.strategy import Strategy
 from nbflow.sampling.structured_output import Grammar
 from nbflow.tokenization import Tokenizer
@@ -53,17 +57,19 @@ def with_recommended(
     With a strategy among the stated ones (`decoding`), recommendations hold where it has such a
     parameter.  Inferflow's strategies get none, as Inferflow reads none.
     """
-    name = stated.get("decoding")
-    if name is None:
+    text = stated.get("decoding")
+    if text is None:
         return {**(recommended or {}), **stated}
+    name = text.partition(":")[0]
     own = () if name not in STRATEGIES or name.startswith("inferflow.") else _fields(name)
     return {k: v for k, v in (recommended or {}).items() if k in own} | dict(stated)
 
 
 def of_other_strategies(parameters: Iterable[str], decoding: str) -> set[str]:
     """Return the parameters of strategies that this one does not have."""
-    own = _fields(decoding) if decoding in STRATEGIES else ()
-    return {name for name in parameters if name in _strategy_fields() and name not in own}
+    name = decoding.partition(":")[0]
+    own = _fields(name) if name in STRATEGIES else ()
+    return {p for p in parameters if p in shared_parameters() and p not in own}
 
 
 def build_strategy(
@@ -103,8 +109,17 @@ def build_strategy(
         If structured output is requested without llguidance.
     """
     ends = end_ids(params, known_end_ids, n_vocab)
-    name = params.decoding or _strategy_name(params, defaults or {})
+    own: dict[str, Any] = {}
+    if params.decoding:
+        name, own = split_decoding(params.decoding)
+    else:
+        name = _strategy_name(params, defaults or {})
     given = _strategy_parameters(params, name, tokenizer, ends)
+    for key in own:
+        if key in given:
+            text = f"decoding={params.decoding!r:.120}"
+            raise UsageError(f"{key} is given twice, the second time in {text}")
+    given |= own
     if inner is None and params.decoding is None:
         recommended = {k: v for k, v in (defaults or {}).items() if v and k in _fields(name)}
         inner = make_strategy(name, **{**_NEUTRAL.get(name, {}), **recommended, **given})
@@ -120,7 +135,7 @@ def build_strategy(
 
 def _penalties_in_chain(params: SamplingParams) -> bool:
     """Return whether penalties belong to the chain (llama.cpp: a window of prompt and text)."""
-    return params.decoding == "chain" or (
+    return (params.decoding or "").partition(":")[0] == "chain" or (
         params.decoding is None and params.repeat_last_n is not None
     )
 
@@ -143,7 +158,8 @@ def _strategy_parameters(
     params: SamplingParams, name: str, tokenizer: Tokenizer | None, ends: tuple[int, ...]
 ) -> dict[str, Any]:
     """Return the parameters of the strategy, by field name."""
-    given = {f: getattr(params, f) for f in _strategy_fields() if getattr(params, f) is not None}
+    own = shared_parameters()
+    given = {f: getattr(params, f) for f in own if getattr(params, f) is not None}
     if params.samplers is not None:
         given["samplers"] = parse_samplers(params.samplers)
     if params.dry_sequence_breakers is not None:
@@ -211,13 +227,6 @@ _NEUTRAL: dict[str, dict[str, Any]] = {
 
 def _fields(name: str) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(STRATEGIES[name]))
-
-
-@functools.cache
-def _strategy_fields() -> tuple[str, ...]:
-    """Return the fields of `SamplingParams` that belong to a strategy."""
-    known = {field for name in STRATEGIES for field in _fields(name)} - {*PENALTIES}
-    return tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name in known)
 
 
 def _need(tokenizer: Tokenizer | None, name: str) -> Tokenizer:

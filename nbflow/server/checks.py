@@ -14,9 +14,9 @@ from nbflow.server.served_model import ServedModel, template_text
 from nbflow.spec import ModelSpec, load_tokenizer, resolve
 from nbflow.tokenization import Tokenizer, load_tokenizer_file
 from nbflow.tokenization.chat import check_template
-from nbflow_kernels import load_formats
 from nbflow_kernels.errors import MissingExtraError, UsageError
 from nbflow_kernels.kv_cache.formats import kv_formats
+from nbflow_kernels.plugins import load_plugins
 
 
 def check_served(served: ServedModel) -> None:
@@ -35,8 +35,7 @@ def check_config(config: ServerConfig) -> None:
 
     Reads headers, configurations and tokenizers, but no weights.
     """
-    for file in config.formats:
-        load_formats(file)
+    load_plugins(config.plugins)
     for name, options in config.models.items():
         resolved = resolve(options.path, spec=options.spec)
         spec = resolved.spec

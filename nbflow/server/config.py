@@ -211,8 +211,9 @@ class ServerConfig(Section):
     """Port to listen on; 0 chooses a free one."""
     models: dict[str, ModelOptions]
     """The models."""
-    formats: Annotated[list[str], MayBeFile()] = []
-    """Python files that register weight formats; they are executed."""
+    plugins: Annotated[list[str], MayBeFile()] = []
+    """Python files, or names of installed plugins, that register parts of your own; they are
+    imported."""
     warmup: bool = True
     """Generate a few tokens with each model before accepting requests, to compile its kernels."""
     page: bool = True

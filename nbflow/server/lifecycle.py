@@ -28,8 +28,8 @@ from nbflow.server.served_model import Models, ServedModel
 from nbflow.server.signals import listen_to_signals
 from nbflow.server.state import ServerState
 from nbflow.server.stream import LoopBridge
-from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.plugins import load_plugins
 
 _UNREAD_MS = 30_000
 """Milliseconds that sent data may stay unacknowledged before the kernel drops the connection."""
@@ -55,8 +55,7 @@ def serve(config: ServerConfig, extra_routers: Sequence[ProtocolRouter] = ()) ->
     UsageError
         If a model cannot be loaded, or the address is not free.
     """
-    for file in config.formats:
-        load_formats(file)
+    load_plugins(config.plugins)
     digests = config.auth.digests()
     comm = world()
     if comm.size > 1 and len(config.models) > 1:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from nbflow.spec.plugin_ops import OPS
 from nbflow_kernels.activation.swigluoai import swigluoai_name
 from nbflow_kernels.position import LongRopeScaling, RopeScaling
 
@@ -114,6 +115,10 @@ class LayerKind:
     mixer: Mixer = "attention"
     feed_forward: bool = True
     """False for a layer that is a mixer alone."""
+    op: str | None = None
+    """Op of a plugin in the place of the mixer, which is then "none"."""
+    feed_forward_op: str | None = None
+    """Op of a plugin in the place of the feed-forward network, and `feed_forward` is False."""
     window: bool = False
     """Attention with the sliding window, if the model has one."""
     chunk: bool = False
@@ -239,6 +244,8 @@ class Architecture:
     delta: DeltaSpec | None = None
     ssm: StateSpaceSpec | None = None
     swiglu_limit: float = 7.0
+    attention: str | None = None
+    """Name of the attention variant of a plugin."""
     output_gate: bool = False
     temperature: TemperatureSpec | None = None
     """Factor of the queries by position."""
@@ -267,7 +274,7 @@ class Architecture:
     experts_transposed: bool = False
     position: Literal["rope", "alibi", "relative", "learned", "sinusoidal", "none"] = "rope"
     position_offset: int = 0
-    sinusoids: Literal["fairseq", "paper"] = "fairseq"
+    sinusoids: Literal["fairseq", "paper", "alternating"] = "fairseq"
     bias_buckets: int = 32
     bias_max_distance: int = 128
     alibi_scaled: bool = False
@@ -311,7 +318,9 @@ class Architecture:
     @property
     def is_recurrent(self) -> bool:
         """True if some layers have a recurrent state instead of keys and values."""
-        return not self.mixers <= {"attention", "none"}
+        stateful = (OPS.get(kind.op) for kind in self.layer_kinds if kind.op)
+        has_state = any(op is not None and op.state is not None for op in stateful)
+        return has_state or not self.mixers <= {"attention", "none"}
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from nbflow.spec.architecture import Architecture, LatentSpec, RopeSpec
 from nbflow.spec.fields import EXPERT_BIASES, FIELDS, MAX_FLOAT, MAX_INT, check_bounds
+from nbflow.spec.plugin_ops import OPS
 from nbflow_kernels.errors import UsageError
 
 MAX_EXPERT_LAYERS = 1 << 17
@@ -68,10 +69,13 @@ def _problems(spec: Architecture) -> Iterator[str]:
             "a decoder with an encoder needs residual 'sequential' and norm_place 'pre' or 'post', "
             f"got {spec.residual!r} and {spec.norm_place!r}"
         )
+    yield from _plugin_op_problems(spec)
     if spec.is_recurrent:
         yield from _recurrent_problems(spec)
     if spec.output_gate and spec.latent is not None:
         yield "output_gate goes without latent attention (kv_rank)"
+    if spec.attention is not None:
+        yield from _variant_problems(spec, spec.attention)
     if spec.latent is not None:
         yield from _latent_problems(spec, spec.latent)
     if not spec.causal and spec.window is not None:
@@ -113,6 +117,24 @@ def _scaling_problems(spec: Architecture, rope: RopeSpec) -> Iterator[str]:
             )
 
 
+def _variant_problems(spec: Architecture, name: str) -> Iterator[str]:
+    """Yield problems of an attention variant, which replaces changes of the scores."""
+    from nbflow_kernels.attention.variants import find_variant  # late: most models have none
+
+    for field, wanted in (("logits_soft_cap", None), ("latent", None), ("encoder", None)):
+        if getattr(spec, field) != wanted:
+            yield f"attention {name!r} goes without {field}, got {getattr(spec, field)!r:.80}"
+    if spec.position in ("alibi", "relative"):
+        yield f"attention {name!r} goes without position {spec.position!r}: write it in the variant"
+    try:
+        variant = find_variant(name, "attention")
+    except UsageError as error:
+        yield str(error)
+        return
+    if spec.attention_sinks and not variant.use_softmax:
+        yield f"attention_sinks need a softmax, and attention {name!r} has none"
+
+
 def _latent_problems(spec: Architecture, latent: LatentSpec) -> Iterator[str]:
     for name in ("kv_rank", "q_rank", "value_dim"):
         least = 0 if name == "q_rank" else 1
@@ -132,14 +154,33 @@ def _latent_problems(spec: Architecture, latent: LatentSpec) -> Iterator[str]:
         yield "latent attention (kv_rank) has no encoder, and rotates in every layer"
 
 
+def _plugin_op_problems(spec: Architecture) -> Iterator[str]:
+    """Yield problems of ops of plugins."""
+    for kind in dict.fromkeys(spec.layer_kinds):
+        for name in filter(None, (kind.op, kind.feed_forward_op)):
+            try:
+                op = OPS[name]
+                op.shapes(spec), op.state_shape(spec)
+            except UsageError as error:
+                yield str(error)
+                continue
+            if spec.residual != "sequential" or spec.encoder is not None:
+                yield f"op {name!r} needs residual 'sequential' and goes without an encoder"
+            if op.state is not None and name == kind.feed_forward_op:
+                yield f"op {name!r} has a state: it can be a mixer (op), not a feed_forward_op"
+
+
 def _recurrent_problems(spec: Architecture) -> Iterator[str]:
     """Yield problems of layers with a recurrent state."""
-    if spec.conv_kernel < 2:
+    if spec.conv_kernel < 2 and not spec.mixers <= {"attention", "none"}:
         yield f"recurrent layers need conv_kernel, at least 2, got {spec.conv_kernel}"
     for name, wanted in (("causal", True), ("encoder", None), ("residual", "sequential")):
         if getattr(spec, name) != wanted:
             yield f"recurrent layers need {name} = {wanted!r}, got {getattr(spec, name)!r:.80}"
-    if any(kind.mixer == "none" and not kind.feed_forward for kind in spec.layer_kinds):
+    if any(
+        kind.mixer == "none" and not (kind.feed_forward or kind.op or kind.feed_forward_op)
+        for kind in spec.layer_kinds
+    ):
         yield "a [layer] table needs a mixer or a feed_forward, got neither"
     if len(spec.layer_kinds) != spec.n_layers:
         yield f"layer_types must have {spec.n_layers} entries, got {len(spec.layer_kinds)}"

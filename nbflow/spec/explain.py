@@ -15,6 +15,7 @@ from nbflow.spec.formula import names_in
 from nbflow.spec.from_config import build_spec
 from nbflow.spec.model_file import ModelFile, load_model_file
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.plugin_ops import OPS
 from nbflow_kernels.errors import UsageError
 
 Row = tuple[str, str, str]
@@ -31,6 +32,7 @@ def explain(path: Path) -> tuple[ModelFile, list[Row]]:
     model_file = load_model_file(path)
     family, override = model_file.family, model_file.override
     rows = _rows(family, override)
+    _check_plugins(path, family, override.get("attention", family.structure.get("attention")))
     encoder = encoder_of(family)
     if family.model_types or encoder is not None:
         _check_complete(path, family, {name: source for name, source, _ in rows})
@@ -38,6 +40,18 @@ def explain(path: Path) -> tuple[ModelFile, list[Row]]:
         of_encoder = {name: source for name, source, _ in _rows(encoder, {})}
         _check_complete(encoder.path, encoder, of_encoder)
     return model_file, rows
+
+
+def _check_plugins(path: Path, family: Family, attention: str | None) -> None:
+    """Raise if a file names an op or an attention variant that no plugin has registered."""
+    for kind, settings in family.layers.items():
+        for op in filter(None, (settings.op, settings.feed_forward_op)):
+            if op not in OPS:
+                raise UsageError(f"{path}: [layer.{kind}]: {OPS.unknown(op)}")
+    if attention is not None:
+        from nbflow_kernels.attention.variants import find_variant  # late: most models have none
+
+        find_variant(attention, f"{path}: attention")
 
 
 def _rows(family: Family, override: Mapping[str, Any]) -> list[Row]:

@@ -17,6 +17,7 @@ from nbflow.checkpoint.quantization_config import KEY as QUANTIZATION
 from nbflow.spec.architecture import LAYER_KINDS, LayerKind
 from nbflow.spec.fields import FIELDS, FUSED, LAYER_FIELDS, LINEARS, TENSOR_NAMES, check_field
 from nbflow.spec.formula import check_formula
+from nbflow.spec.plugin_ops import TENSOR_NAME
 from nbflow.utils.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_specs import FAMILIES
@@ -41,7 +42,8 @@ FAMILY_KEYS = {
     "prefixes": "prefix of names under [tensors] = others that checkpoints have in its place",
     "structure": "fields that are the same for all members",
     "config": "field = rule for config.json, or a list of rules of which the first value counts",
-    "layer": "NAME = kind of layer that layer_types names: mixer, feed_forward, window, norm_place",
+    "layer": "NAME = kind of layer that layer_types names: mixer, feed_forward, op, "
+    "feed_forward_op, window, norm_place",
     "biases": "switch of config.json, always or stored = matrices with a bias",
     "only": "key of config.json = supported values, or { values, when }",
     "tensors": "our tensor name = the checkpoint's, or several of which the first present counts",
@@ -308,7 +310,7 @@ def check_fields(table: Any, where: str) -> dict[str, Any]:
 
 def check_tensors(table: Any, where: str) -> dict[str, tuple[str, ...]]:
     """Return a table of tensor names, both sides checked."""
-    check_keys(table, where, TENSOR_NAMES)
+    check_keys({n: v for n, v in table.items() if not _is_of_plugin(n)}, where, TENSOR_NAMES)
     checked = {}
     for name, theirs in table.items():
         if not isinstance(theirs, list):
@@ -324,6 +326,11 @@ def check_tensors(table: Any, where: str) -> dict[str, tuple[str, ...]]:
     return checked
 
 
+def _is_of_plugin(name: str) -> bool:
+    """Return whether a name is that of a tensor of a plugin's op."""
+    return TENSOR_NAME.fullmatch(name) is not None
+
+
 def _layer_kinds(table: dict[str, Any], where: str) -> dict[str, LayerKind]:
     """Return the kinds of layers of the tables [layer.NAME]."""
     kinds = {}
@@ -334,6 +341,15 @@ def _layer_kinds(table: dict[str, Any], where: str) -> dict[str, LayerKind]:
             key: check_field(value, f"{at} {key}", LAYER_FIELDS[key])
             for key, value in settings.items()
         }
+        for op, other, nothing in (
+            ("op", "mixer", "none"),
+            ("feed_forward_op", "feed_forward", False),
+        ):
+            if checked.get(op) is None:
+                continue
+            if other in checked:
+                raise UsageError(f"{at}: {op} stands in the place of {other}; leave {other} out")
+            checked[other] = check_field(nothing, f"{at} {other}", LAYER_FIELDS[other])
         kinds[name] = LayerKind(**checked)
     return kinds
 

@@ -252,6 +252,12 @@ FIELDS: dict[str, Field] = {
         None,
         least=0.0,
     ),
+    "attention": Field(
+        str,
+        "attention variant of a plugin: its registered name, or FILE.py:NAME; the plugin has to be "
+        "named on the command line (docs/bring_your_own.md)",
+        None,
+    ),
     "output_gate": Field(
         bool, "multiply the heads' outputs by sigmoid(attn.gate), a projection of the input", False
     ),
@@ -298,9 +304,9 @@ FIELDS: dict[str, Field] = {
     ),
     "position_offset": Field(int, "row of position 0 in the table", 0, most=MAX_CONTEXT),
     "sinusoids": Field(
-        ("fairseq", "paper"),
-        "sinusoidal: of h = hidden_size / 2 frequencies, number c is 10000 ** (-c / (h - 1)) or "
-        "10000 ** (-c / h); sines first, then cosines",
+        ("fairseq", "paper", "alternating"),
+        "sinusoidal: of h = hidden_size / 2 frequencies, number c is 10000 ** (-c / (h - 1)), else "
+        "10000 ** (-c / h); sines first, then cosines, or in turn (alternating)",
         "fairseq",
     ),
     "rope_style": Field(
@@ -437,6 +443,8 @@ LAYER_FIELDS: dict[str, Field] = {
         "attention",
     ),
     "feed_forward": Field(bool, "a feed-forward network or experts follow the mixer", True),
+    "op": Field(str, "op of a plugin in the place of the mixer", None),
+    "feed_forward_op": Field(str, "op of a plugin in the place of the feed-forward network", None),
     "window": Field(bool, "attention has the sliding window (field window)", False),
     "chunk": Field(bool, "attention within chunks (field attention_chunk)", False),
     "norm_place": Field(

@@ -47,7 +47,7 @@ def family_schema() -> dict[str, Any]:
                 "prefix": {"type": "string"},
                 "prefixes": _map(_STRINGS),
                 "structure": _fields_schema(),
-                "config": _table(dict.fromkeys(FIELDS, {"$ref": "#/$defs/rule"})),
+                "config": _table({name: {"$ref": "#/$defs/rule"} for name in FIELDS}),
                 "layer": _map(_fields_schema(LAYER_FIELDS)),
                 "biases": _map({"type": "array", "items": {"enum": list(LINEARS)}}),
                 "only": _map(
@@ -132,7 +132,7 @@ def _fields_schema(known: Mapping[str, Field] = FIELDS) -> dict[str, Any]:
 
 
 def _tensors_schema() -> dict[str, Any]:
-    return _table(dict.fromkeys(TENSOR_NAMES, {"$ref": "#/$defs/names"}))
+    return _table({name: {"$ref": "#/$defs/names"} for name in TENSOR_NAMES})
 
 
 def _rule_schema(rule: type[ConfigRule] | type[OnlyRule]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from nbflow.spec.architecture import Architecture, LatentSpec
 from nbflow.spec.fields import EXPERT_BIASES, XIELU
+from nbflow.spec.plugin_ops import OPS, PLACES
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -16,7 +17,9 @@ Shapes = dict[str, tuple[int, ...]]
 def layer_norms(spec: Architecture, layer: int) -> tuple[str, ...]:
     """Return the names of the norms around a layer's sublayers."""
     kind, place = spec.kind_of(layer), spec.norm_place_of(layer)
-    sublayers = (*["attn"] * (kind.mixer != "none"), *["ffn"] * kind.feed_forward)
+    has_mixer = kind.mixer != "none" or kind.op is not None
+    has_feed_forward = kind.feed_forward or kind.feed_forward_op is not None
+    sublayers = (*["attn"] * has_mixer, *["ffn"] * has_feed_forward)
     first = ("attn_norm",) if spec.residual == "parallel" else tuple(f"{s}_norm" for s in sublayers)
     after = tuple(f"{s}_post_norm" for s in sublayers)
     if place == "output":
@@ -48,6 +51,10 @@ def layer_shapes(spec: Architecture, layer: int) -> Shapes:
     for norm in layer_norms(spec, layer):
         shapes |= _norm(spec, norm, E)
     shapes |= MIXER_SHAPES[kind.mixer](spec)
+    for key, part in PLACES.items():
+        if (op := getattr(kind, key)) is not None:
+            of_op = OPS[op].shapes(spec)
+            shapes |= {f"{part}.{name}.weight": shape for name, shape in of_op.items()}
     if not kind.feed_forward:
         pass
     elif spec.has_experts(layer):

@@ -36,6 +36,11 @@ class ByteVocabularyTokenizer(Tokenizer):
         self.eos_ids = special.eos
         self.special_tokens = dict(special_tokens or {})
 
+    @property
+    def special_ids(self) -> SpecialIds:
+        """Special ids, and those around a text."""
+        return self._special
+
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""

@@ -25,9 +25,12 @@ from nbflow.conversion.gguf_vocabulary import vocabulary
 from nbflow.quantization.importance import read_importance
 from nbflow.spec import resolve
 from nbflow.spec.family import get_family
+from nbflow.tokenization import load_tokenizer_file
+from nbflow.tokenization.sentencepiece_proto import read_settings
 from nbflow_kernels.errors import UsageError
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
+GOLDEN_TOKENIZERS = FAMILIES.parent / "tokenizers"
 IDS = np.arange(1, 9)
 
 
@@ -375,3 +378,41 @@ def test_other_tokenizers_are_left_out_with_a_note(
     entries, notes = vocabulary(other, 2048)
     assert why in notes[0]
     assert entries["tokenizer.ggml.model"][1] == "no_vocab"
+
+
+def test_the_vocabulary_of_a_sentencepiece_file(tmp_path: Path) -> None:
+    """The GGUF file alone gives the tokens of tokenizer.model and its added tokens."""
+    pieces = GOLDEN_TOKENIZERS / "sp_bpe" / "tokenizer.model"
+    n = load_tokenizer_file(pieces).vocab_size + 5
+    folder = tmp_path / "model"
+    write_llama(folder, n_layers=1, vocab_size=n)
+    shutil.copy(pieces, folder / "tokenizer.model")
+    added = {"content": "<|im_start|>", "special": True}
+    config = {"added_tokens_decoder": {str(n - 5): added}, "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    done = nbflow.quantize_checkpoint(folder, tmp_path / "x.gguf", "q8_0")
+    assert not any("no vocabulary" in note for note in done.notes)
+    own, written = (nbflow.load_tokenizer(path) for path in (folder, tmp_path / "x.gguf"))
+    assert written.vocab_size == n
+    for text in ("def f(x):\n    return x", "  a  b ", "café 漢字 🦩", "", "\t<|im_start|>"):
+        for parse in (False, True):
+            ids = own.encode(text, True, parse)
+            assert written.encode(text, True, parse) == ids
+        assert written.decode(own.encode(text)) == own.decode(own.encode(text))
+    reader = gguf.GGUFReader(done.path)
+    assert reader.fields["tokenizer.ggml.model"].contents() == "llama"
+
+
+def test_sentencepiece_files_that_gguf_cannot_hold(tmp_path: Path) -> None:
+    unigram = GOLDEN_TOKENIZERS / "sp_unigram" / "spiece.model"
+    shutil.copy(unigram, tmp_path / "tokenizer.model")
+    entries, (note,) = vocabulary(tmp_path / "tokenizer.model", 5000)
+    assert entries["tokenizer.ggml.model"][1] == "no_vocab"
+    assert "tokenizer.model is not of byte-pair encoding" in note
+    pieces = GOLDEN_TOKENIZERS / "sp_bpe" / "tokenizer.model"
+    shutil.copy(pieces, tmp_path / "tokenizer.model")
+    _, (note,) = vocabulary(tmp_path / "tokenizer.model", 10)
+    assert "tokens, not 10" in note
+    for data in (b"\x12\xff", b"\x12\x05a", b"\x0b"):
+        with pytest.raises(ValueError, match=r"cut off|longer|unknown kind"):
+            read_settings(data)

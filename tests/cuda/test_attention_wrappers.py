@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 from typing import Any
 
@@ -346,16 +347,16 @@ def test_header_fields_match_the_cuda_source() -> None:
         assert getattr(at, name) == number
 
 
-def _transform(params, logit, batch, qo_idx, kv_idx, qo_head, kv_head):  # type: ignore[no-untyped-def]
-    return logit + params[0][qo_head] * (kv_idx - qo_idx) + params[1]
+def _transform(params, logit, batch, qo_idx, kv_idx, qo_head, kv_head, qo_pos):  # type: ignore[no-untyped-def]
+    return logit + params[0][qo_head] * (kv_idx - qo_pos) + params[1]
 
 
 def _mask(params, batch, qo_idx, kv_idx, qo_head, kv_head):  # type: ignore[no-untyped-def]
     return (kv_idx + qo_head + batch) % 3 != 0
 
 
-def _output(params, output, batch, qo_idx, qo_head):  # type: ignore[no-untyped-def]
-    return output * (1 + qo_idx)
+def _output(params, output, batch, qo_idx, qo_head, qo_pos):  # type: ignore[no-untyped-def]
+    return output * (1 + qo_pos - 16)
 
 
 @pytest.mark.parametrize("use_softmax", [True, False])
@@ -364,14 +365,16 @@ def test_users_functions(xp: Any, use_softmax: bool) -> None:
     params = (np.linspace(-0.1, 0.1, 4), 0.25)
     variant = nk.AttentionVariant(_transform, _mask, _output, params, use_softmax)
     paged = Paged(rng, [20], (4, 2, 64), 4, "HND", format="q8_0" if use_softmax else "f16")
-    q = normal(rng, 3, 4, 64)
+    q, sinks = normal(rng, 3, 4, 64), normal(rng, 4) if use_softmax else None
     wrapper = nk.BatchPrefillWithPagedKVCacheWrapper(kv_layout="HND")
-    paged.plan(wrapper, ints(0, 3), window_left=9, attention_chunk=9, variant=variant)
+    there = dataclasses.replace(variant, params=(xp.asarray(params[0]), params[1]))
+    paged.plan(wrapper, ints(0, 3), window_left=9, attention_chunk=9, variant=there)
     on_device(xp, paged)
-    got = wrapper.run(xp.asarray(q), paged.cache, v_scale=0.5).get()
+    more = {} if sinks is None else {"sinks": xp.asarray(sinks)}
+    got = wrapper.run(xp.asarray(q), paged.cache, v_scale=0.5, **more).get()
     want = reference.single_prefill_with_kv_cache(
         q, paged.k[0], paged.v[0], causal=True, window_left=9, attention_chunk=9, variant=variant,
-        v_scale=0.5, **paged.format,
+        v_scale=0.5, sinks=sinks, **paged.format,
     )  # fmt: skip
     # float64 but for the dot products; results are up to three times as large as usual
     np.testing.assert_allclose(got, want, rtol=0, atol=3 * ATOL)
@@ -384,3 +387,6 @@ def test_functions_that_cannot_be_compiled_are_named(xp: Any) -> None:
     x = xp.asarray(np.zeros((1, 1, 16), np.float32))
     with pytest.raises(UsageError, match=r"variant cannot be compiled.*no_such_name"):
         nk.single_prefill_with_kv_cache(x, x, x, variant=nk.AttentionVariant(transform))
+    here, variant = np.zeros((1, 1, 16), np.float32), nk.AttentionVariant(_transform, params=(x,))
+    with pytest.raises(UsageError, match=r"variant.params\[0\] is on a CUDA device"):
+        nk.single_prefill_with_kv_cache(here, here, here, variant=variant)

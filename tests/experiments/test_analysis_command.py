@@ -137,7 +137,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
     write_llama(llama, n_layers=1)
     (tmp_path / "empty.py").write_text("")
     for words, message in (
-        (["tiny_python", "--formats", str(tmp_path / "empty.py")], "registers no format"),
+        (["tiny_python", "--plugins", str(tmp_path / "empty.py")], "registers nothing"),
         (["tiny_python"], "give --weights FORMAT"),
         (["tiny_python", "--weights", "q4", "--parts", "layer"], "did you mean 'layers'"),
         (["tiny_python", "--weights", "q4,q4"], "names something twice"),

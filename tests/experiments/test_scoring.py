@@ -295,9 +295,9 @@ def test_the_text_beside_a_model_in_a_format_of_the_user(
     formats, model = tmp_path / "mine.py", tmp_path / "model"
     formats.write_text(source + "\nimport nbflow_kernels as nk\nnk.register_format(Nibbles)\n")
     text = CHECKPOINTS / "tiny_python" / "eval.txt"
-    words = ["--formats", str(formats), "-c", "32", "--windows", "1"]
+    words = ["--plugins", str(formats), "-c", "32", "--windows", "1"]
     try:
-        nk.load_formats(formats)
+        nk.load_plugin(formats)
         nbflow.quantize_checkpoint("tiny_python", model, "nibbles_b32")
         (model / "eval.txt").write_text(text.read_text()[:2000])
         nk.unregister_format("nibbles_b32")

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SWEEP = """
 [sweep]
 measures = ["weight_error"]
-formats = ["formats/mine.py"]
+plugins = ["formats/mine.py"]
 [settings]
 model = "tiny_python"
 prompt = 4
@@ -49,7 +49,7 @@ def sweep(tmp_path: Path):
 
 def test_the_file_is_read_before_the_names_in_it(sweep: Path) -> None:
     found = load_sweep(sweep)
-    assert found.formats == (sweep.parent / "formats" / "mine.py",)
+    assert found.plugins == (str(sweep.parent / "formats" / "mine.py"),)
     assert [(p["weights"], p["outliers"]) for p in found.points] == [
         *(("q4", 0.0), ("q4", 0.005)),
         *(("nibbles_b32", 0.0), ("nibbles_b32", 0.005)),
@@ -88,9 +88,9 @@ def test_every_rank_loads_the_file(sweep: Path, tmp_path: Path) -> None:
         pytest.skip("needs mpi4py and mpirun: pip install -e '.[mpi]'")
     environment = dict(os.environ)
     environment["PYTHONPATH"] = PYTHONPATH
-    sweep.write_text(SWEEP.replace('formats = ["formats/mine.py"]', ""))
+    sweep.write_text(SWEEP.replace('plugins = ["formats/mine.py"]', ""))
     command = [mpirun, "-n", "2", sys.executable, "-m", "nbflow", "sweep", str(sweep)]
-    command += ["--out", str(tmp_path / "out"), "--formats", "formats/mine.py"]
+    command += ["--out", str(tmp_path / "out"), "--plugins", "formats/mine.py"]
     command += ["--set", 'axes.partition=["0&1"]', "--set", 'axes.weights=["nibbles_b32"]']
     done = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240
@@ -106,9 +106,9 @@ def test_every_rank_loads_the_file(sweep: Path, tmp_path: Path) -> None:
         ("0.005", "0.5", r"outliers must be in 0..0.05, got 0.5"),
         ("0.005", '"a lot"', "outliers must be a number, got 'a lot'"),
         ('["q4", "nibbles_b32"]', '["q4", "f32"]', "outliers = 0.005 needs weights in a block"),
-        ('formats = ["formats/mine.py"]', "", "unknown weight format 'nibbles_b32'"),
-        ('["formats/mine.py"]', '["other.py"]', "cannot read the file of formats .*other.py"),
-        ('["formats/mine.py"]', '"formats/mine.py"', "formats must be a list of file names"),
+        ('plugins = ["formats/mine.py"]', "", "unknown weight format 'nibbles_b32'"),
+        ('["formats/mine.py"]', '["other.py"]', "cannot read the plugin .*other.py"),
+        ('["formats/mine.py"]', '"formats/mine.py"', "plugins must be a list of file names"),
     ],
 )
 def test_mistakes_are_named(sweep: Path, old: str, new: str, message: str) -> None:

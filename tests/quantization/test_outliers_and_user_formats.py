@@ -112,7 +112,7 @@ def test_command_line(tmp_path, capsys):
         source.read_text() + "\nimport nbflow_kernels as nk\nnk.register_format(NoForm)\n"
     )
     command = ["run", "tiny_python", "-p", "def ", "-n", "2", "--json"]
-    command += ["--weights", "noform_b32", "--formats", str(file), "--outliers", "0.01"]
+    command += ["--weights", "noform_b32", "--plugins", str(file), "--outliers", "0.01"]
     try:
         with pytest.raises(SystemExit) as ended:
             cli.main(command)
@@ -121,6 +121,6 @@ def test_command_line(tmp_path, capsys):
     finally:
         nk.unregister_format("noform_b32")
     with pytest.raises(SystemExit) as ended:
-        cli.main([*command[:-4], "--formats", str(tmp_path / "absent.py")])
+        cli.main([*command[:-4], "--plugins", str(tmp_path / "absent.py")])
     assert ended.value.code == 2
-    assert "cannot read the file of formats" in capsys.readouterr().err
+    assert "cannot read the plugin" in capsys.readouterr().err

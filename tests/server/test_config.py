@@ -90,11 +90,11 @@ def test_every_file_of_a_model_is_beside_the_configuration(tmp_path):
     for name in (*names.values(), "mine.py", "q4"):
         (tmp_path / name).write_text("")
     lines = [f"{key} = '{name}'" for key, name in names.items()]
-    text = "formats = ['mine.py']\n[models.a]\n" + "\n".join(lines)
+    text = "plugins = ['mine.py']\n[models.a]\n" + "\n".join(lines)
     config = read_config(write(tmp_path, text + "\n[models.b]\npath = 'x'\nweights = 'q4'"))
     for key, name in names.items():
         assert getattr(config.models["a"], key) == str(tmp_path / name), key
-    assert config.formats == [str(tmp_path / "mine.py")]
+    assert config.plugins == [str(tmp_path / "mine.py")]
     assert config.models["b"].weights == "q4"
 
 
@@ -116,10 +116,10 @@ def test_sizes():
 def test_every_option_of_load_is_a_key():
     options = set(inspect.signature(nbflow.load).parameters)
     options -= {"model", "max_step_tokens", "comm"}  # path, the engine's, and none of a file's
-    assert options - {"options"} == set(toml_names(LoadOptions))
+    assert options - {"options", "plugins"} == set(toml_names(LoadOptions))
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
-    arguments = set(vars(parser.parse_args(["x"]))) - {"model", "formats"}
+    arguments = set(vars(parser.parse_args(["x"]))) - {"model"}
     assert arguments == options - {"options"}
 
 

@@ -81,7 +81,7 @@ MIXED_PAIRS = (("kld-4.00", "q3h, gptq"), ("kld-3.50", "q3h, search"), ("kld-3.5
 
 def prepare(arguments: argparse.Namespace) -> None:
     WORK.mkdir(parents=True, exist_ok=True)
-    nk.load_formats(ROOT / "experiments" / "sweeps" / "pareto_formats.py")
+    nk.load_plugin(ROOT / "experiments" / "sweeps" / "pareto_formats.py")
     text = (CHECKPOINTS / MODEL / "eval.txt").read_text("utf-8")
     middle = text.index("\n", len(text) // 2) + 1
     (WORK / "calibration.txt").write_text(text[:middle], "utf-8")

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from nbflow.cli.options import add_formats_argument, register_formats
+from nbflow.cli.options import add_plugins_argument
 from nbflow.distributed import world
 from nbflow.spec import resolve
 from nbflow_experiments import backend
@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=2048, metavar="N", help="tokens of the text (2048)")
     add("--window", type=int, default=256, metavar="N", help="tokens of a window (256)")
     add("--seed", type=int, default=0, metavar="N", help="which windows of a longer text (0)")
-    add_formats_argument(parser)
+    add_plugins_argument(parser)
     add("--spec", metavar="FILE", help="spec file to use instead of the checkpoint's own")
     add(
         "--device",
@@ -146,7 +146,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("analyze runs in one process; leave mpirun out")
     if arguments.threads is not None:
         set_num_threads(arguments.threads)
-    register_formats(arguments)
     with ExitStack() as stack:
         treatments = _treatments(arguments, stack)
         if not treatments and parts != ["kv"]:

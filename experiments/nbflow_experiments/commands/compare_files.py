@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from nbflow.cli.options import add_formats_argument, register_formats
+from nbflow.cli.options import add_plugins_argument
 from nbflow.utils.atomic_write import replace_atomically
 from nbflow_experiments import backend
 from nbflow_experiments.commands.perplexity import add_text_arguments
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("reference", metavar="REF", help="the model in floats, as for nbflow run")
     parser.add_argument("files", nargs="+", metavar="FILE", help="checkpoints to compare with it")
     add_text_arguments(parser)
-    add_formats_argument(parser)
+    add_plugins_argument(parser)
     parser.add_argument(
         "--activations", choices=("f32", "bf16", "int8"), default="f32", help="of the files (f32)"
     )
@@ -54,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    register_formats(arguments)
     windows = _windows(arguments)
     out = None if arguments.out is None else Path(arguments.out)
     if out is not None:
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         path = Path(folder) / "logits.h5"
         first, scores = write_reference(path, arguments.reference, windows, arguments.threads)
         rows, floor = [first], estimate_mean(scores.divergence)
-        how = arguments.activations, arguments.threads, arguments.formats
+        how = arguments.activations, arguments.threads, arguments.plugins
         rows += measure_files(arguments.files, windows, path, *how)
     n_tokens = int(scores.divergence.size)
     if out is not None:

@@ -19,7 +19,6 @@ from nbflow.cli.options import (
     add_model_arguments,
     is_printing_rank,
     load_model,
-    register_formats,
 )
 from nbflow.distributed import SelfComm
 from nbflow_experiments import backend
@@ -136,7 +135,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def text_windows(arguments: argparse.Namespace) -> list[Window]:
     """Return the windows of the text that the arguments describe."""
-    register_formats(arguments)  # the checkpoint, and a tokenizer in it, may need them
     path = backend.text_file(arguments.model, arguments.text, arguments.spec)
     text = path.read_text(encoding="utf-8")
     ids, bos = backend.tokenize(arguments.tokenizer or arguments.model, text)

@@ -17,6 +17,7 @@ import argparse
 import json
 from pathlib import Path
 
+from nbflow.cli.options import add_plugins_argument
 from nbflow_experiments.config.sweep_file import is_sweep_file
 from nbflow_experiments.settings import SETTINGS
 from nbflow_experiments.sweep.resume_loop import Policy
@@ -64,8 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--retries", type=int, default=0, metavar="N", help="run a point that fails N times more")
     add("--set", action="append", default=[], dest="overrides", metavar="SECTION.NAME=VALUE",
         help="replace a value of the sweep file, e.g. axes.batch=[1,2] (repeatable)")  # fmt: skip
-    add("--formats", action="append", default=[], type=Path, metavar="FILE",
-        help="Python file that registers weight formats; it is executed (repeatable)")  # fmt: skip
+    add_plugins_argument(parser)
     add("--out", type=Path, default=Path("runs"), metavar="DIR",
         help="folder in which the results folder is made (default: runs)")  # fmt: skip
     add("--group", type=Path, help=argparse.SUPPRESS)  # for child processes
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             dry_run=args.dry_run,
             resume=args.resume,
             retry_failed=args.retry_failed,
-            formats=tuple(args.formats),
+            plugins=tuple(args.plugins),
             shard=Shard.parse(args.shard) if args.shard else None,
             merge=args.merge,
             policy=Policy(args.retries, args.fail_fast, args.isolate, args.timeout),

@@ -30,8 +30,8 @@ from nbflow_experiments.scoring.score_text import file_reference, model_referenc
 from nbflow_experiments.scoring.statistics_table import as_json, statistics
 from nbflow_experiments.scoring.token_scores import Scores
 from nbflow_experiments.scoring.windows import Window
-from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.plugins import load_plugins
 
 FLOAT32: dict[str, Any] = {"weights": "f32", "kv": "f32", "activations": "f32"}
 """Load options of the reference."""
@@ -92,13 +92,13 @@ def measure_files(
     reference: Path,
     activations: str,
     threads: int | None,
-    formats: Sequence[str] = (),
+    plugins: Sequence[str] = (),
 ) -> Iterator[Row]:
     """Measure checkpoints one after the other, each in a new process.
 
-    `formats` are files of weight formats, which each process executes.
+    `plugins` are imported by each process.
     """
-    how = activations, threads, tuple(formats)
+    how = activations, threads, tuple(plugins)
     for file in files:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -115,12 +115,11 @@ def _measure(
     reference: Path,
     activations: str,
     threads: int | None,
-    formats: tuple[str, ...],
+    plugins: tuple[str, ...],
 ) -> Row:
     """Measure one checkpoint; the program of its process."""
     try:
-        for path in formats:
-            load_formats(path)
+        load_plugins(plugins)
         with (
             open_logits(reference) as logits,
             nbflow.load(

@@ -14,6 +14,7 @@ from nbflow_experiments.config.sweep_file import Sweep
 from nbflow_experiments.measures import METRICS_VERSION, needs_text
 from nbflow_experiments.settings import OFFLOAD_SETTINGS, SETTINGS, Value, highest_rank
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.plugins import load_plugins
 
 FORMAT_SETTINGS = ("weights", "outliers", "quantizer", "importance")
 """Settings that, with the model, determine the quantized weights."""
@@ -44,6 +45,8 @@ class Point:
     format_digest: str = ""
     """Digest of the files that determine the weights: source of a registered format, policy,
     importances; empty without any."""
+    plugins_sha256: tuple[str, ...] = ()
+    """Digests of the plugins that register anything but formats, which count above."""
 
     @property
     def short(self) -> str:
@@ -57,13 +60,15 @@ class Point:
     def record(self) -> dict[str, Any]:
         """Return the data hashed into the id."""
         return _identity(
-            self.config, self.measures, self.model_digest, self.dataset_digest, self.format_digest
-        )
+            self.config, self.measures, self.model_digest, self.dataset_digest, self.format_digest,
+            self.plugins_sha256,
+        )  # fmt: skip
 
 
 def _identity(
-    config: Mapping[str, Value], measures: tuple[str, ...], model: str, dataset: str, format: str
-) -> dict[str, Any]:
+    config: Mapping[str, Value], measures: tuple[str, ...], model: str, dataset: str, format: str,
+    plugins: tuple[str, ...],
+) -> dict[str, Any]:  # fmt: skip
     """Return the inputs of a point's result as plain data.
 
     Settings of offload count where they are given: points without them keep their ids.
@@ -75,7 +80,20 @@ def _identity(
         "dataset_sha256": dataset,
         "metrics_version": METRICS_VERSION,
     }
-    return identity | ({"format_digest": format} if format else {})
+    identity |= {"format_digest": format} if format else {}
+    return identity | ({"plugins_sha256": list(plugins)} if plugins else {})
+
+
+def _plugin_digests(sweep: Sweep) -> tuple[str, ...]:
+    """Return the digests of the plugins that register anything but formats."""
+    plugins = load_plugins(sweep.plugins)
+    return tuple(
+        sorted(
+            plugin.sha256
+            for plugin in plugins
+            if any(each.kind != "format" for each in plugin.registered)
+        )
+    )
 
 
 def point_id(identity: Mapping[str, Any]) -> str:
@@ -98,6 +116,7 @@ def make_points(sweep: Sweep) -> list[Point]:
     identities: dict[str, backend.ModelIdentity] = {}
     digests: dict[Path, str] = {}
     points: dict[str, Point] = {}
+    plugins = _plugin_digests(sweep)
     for config in sweep.points:
         model = str(config["model"])
         if model not in identities:
@@ -117,8 +136,10 @@ def make_points(sweep: Sweep) -> list[Point]:
             dataset = digests[text]
         digest = identities[model].digest
         format = backend.format_digest(str(config["weights"]), str(config["importance"]))
-        name = point_id(_identity(config, sweep.measures, digest, dataset, format))
-        points[name] = Point(name, dict(config), sweep.measures, digest, dataset, text, format)
+        name = point_id(_identity(config, sweep.measures, digest, dataset, format, plugins))
+        points[name] = Point(
+            name, dict(config), sweep.measures, digest, dataset, text, format, plugins
+        )
     groups: dict[tuple[Value, ...], list[Point]] = {}
     for point in points.values():
         groups.setdefault(point.key(LOAD_SETTINGS), []).append(point)

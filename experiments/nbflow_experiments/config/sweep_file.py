@@ -8,7 +8,7 @@ A sweep is a TOML file::
     seed = 0                            # choice of the evaluated windows
     measures = ["weight_error", "perplexity", "decode"]
 
-    formats = ["my_format.py"]          # Python that registers weight formats: it is executed
+    plugins = ["my_format.py"]          # Python that registers parts of your own: it is imported
 
     [settings]                          # the same for every point
     model = "tiny_python"
@@ -47,7 +47,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import nbflow_kernels as nk
 from nbflow_experiments.config.command_line_axes import apply_lists
 from nbflow_experiments.config.ranges import expand_range
 from nbflow_experiments.config.wandb_grid import from_wandb, is_wandb
@@ -62,9 +61,10 @@ from nbflow_experiments.settings import (
     setting,
 )
 from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.plugins import load_plugins
 
 _SECTIONS = ("sweep", "settings", "axes", "zip", "exclude")
-_SWEEP_KEYS = ("name", "description", "seed", "measures", "formats")
+_SWEEP_KEYS = ("name", "description", "seed", "measures", "plugins")
 _Bundle = list[dict[str, Value]]
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 """Suffixes of sweep files."""
@@ -87,8 +87,8 @@ class Sweep:
     """Number of points of the product that were excluded."""
     folder: Path
     """Folder of the sweep file, base of its relative paths."""
-    formats: tuple[Path, ...] = ()
-    """Files of weight formats, which every rank executes."""
+    plugins: tuple[str, ...] = ()
+    """Plugins, which every rank imports: absolute paths, or names of installed ones."""
 
 
 SPEED = ("prefill", "decode", "memory")
@@ -98,7 +98,7 @@ SPEED = ("prefill", "decode", "memory")
 def load_sweep(
     path: str | Path,
     overrides: Sequence[str] = (),
-    formats: Sequence[Path] = (),
+    plugins: Sequence[str] = (),
     lists: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Sweep:
     """Read a sweep file.
@@ -110,8 +110,8 @@ def load_sweep(
         (`nbflow_experiments.config.wandb_grid`).
     overrides : sequence of str
         Replacements ``section.name=value``, value in TOML (``axes.batch=[1,2]``).
-    formats : sequence of Path
-        Files of weight formats to execute, besides those the file names.
+    plugins : sequence of str
+        Plugins to import, besides those the file names.
     lists : mapping
         Settings of the command line, which replace the file's: name -> texts
         (`nbflow_experiments.config.command_line_axes`).
@@ -123,12 +123,12 @@ def load_sweep(
     apply_lists(data, lists)
     narrowed = bool(overrides or lists)
     return parse_sweep(
-        data, path.parent, default_name=path.stem, narrowed=narrowed, formats=formats
+        data, path.parent, default_name=path.stem, narrowed=narrowed, plugins=plugins
     )
 
 
 def sweep_of_lists(
-    lists: Mapping[str, Sequence[str]], overrides: Sequence[str] = (), formats: Sequence[Path] = ()
+    lists: Mapping[str, Sequence[str]], overrides: Sequence[str] = (), plugins: Sequence[str] = ()
 ) -> Sweep:
     """Return the sweep that command-line settings define, without a file.
 
@@ -141,7 +141,7 @@ def sweep_of_lists(
     apply_lists(data, lists)
     model = str(data["settings"].get("model", ""))
     name = re.sub(r"[^\w.-]+", "-", Path(model).stem).strip("-.") or "sweep"
-    return parse_sweep(data, Path(), default_name=name, narrowed=True, formats=formats)
+    return parse_sweep(data, Path(), default_name=name, narrowed=True, plugins=plugins)
 
 
 def apply_override(data: dict[str, Any], text: str) -> None:
@@ -171,7 +171,7 @@ def parse_sweep(
     *,
     default_name: str,
     narrowed: bool = False,
-    formats: Sequence[Path] = (),
+    plugins: Sequence[str] = (),
 ) -> Sweep:
     """Return the sweep that the parsed file `data` describes; see `load_sweep`."""
     for section in data:
@@ -181,9 +181,8 @@ def parse_sweep(
     for key in head:
         if key not in _SWEEP_KEYS:
             raise unknown_name("entry of [sweep]", key, _SWEEP_KEYS)
-    files = (*_format_files(head.get("formats", []), folder), *(f.absolute() for f in formats))
-    for file in files:  # before format names are checked
-        nk.load_formats(file)
+    sources = (*_plugins(head.get("plugins", []), folder), *_absolute(plugins, Path()))
+    load_plugins(sources)  # before names of formats and measures are checked
     name = _name(head.get("name", default_name))
     measures = _measures(head.get("measures", [m.name for m in MEASURES.values() if m.by_default]))
     fixed = {
@@ -213,7 +212,7 @@ def parse_sweep(
         raise UsageError(f"[sweep]: description must be text, got {description!r}")
     excluded = len(product) - len(points)
     return Sweep(
-        name, description, measures, tuple(factors), tuple(points), excluded, folder, files
+        name, description, measures, tuple(factors), tuple(points), excluded, folder, sources
     )
 
 
@@ -240,11 +239,16 @@ def _name(name: object) -> str:
     return name
 
 
-def _format_files(files: object, folder: Path) -> list[Path]:
-    """Return the files of weight formats, relative ones from the sweep's folder."""
-    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
-        raise UsageError(f"[sweep]: formats must be a list of file names, got {files!r}")
-    return [(folder / file).absolute() for file in files]
+def _plugins(given: object, folder: Path) -> list[str]:
+    """Return the plugins of a sweep file, relative paths from its folder."""
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        raise UsageError(f"[sweep]: plugins must be a list of file names, got {given!r}")
+    return _absolute(given, folder)
+
+
+def _absolute(plugins: Sequence[str], folder: Path) -> list[str]:
+    """Return plugins with absolute paths; names of installed ones stay."""
+    return [str((folder / p).absolute()) if str(p).endswith(".py") else str(p) for p in plugins]
 
 
 def _measures(names: object) -> tuple[str, ...]:

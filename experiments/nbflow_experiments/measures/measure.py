@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from nbflow.engine.llm import LLM
 
 
+Scope = Literal["format", "quality", "point"]
+
+
 @dataclass(frozen=True)
 class Reading:
     """One measured number."""
@@ -86,7 +89,7 @@ class Measure:
     """A measure: one file of this folder."""
 
     name: str
-    scope: Literal["format", "quality", "point"]
+    scope: Scope
     """Inputs of its result: only the model and its weight format (measured once per format),
     everything but batch and lengths (once per loaded model), or every setting."""
     run: Callable[[Context], MeasureResult]

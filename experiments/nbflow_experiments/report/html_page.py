@@ -157,7 +157,8 @@ def _measures(results: Results) -> str:
     """Return the definition of each measure, from its module docstring."""
     parts = []
     for name in results.sweep.get("measures", ()):
-        paragraphs = re.split(r"\n\s*\n", MEASURES[name].about.strip())
+        about = results.sweep.get("about", {}).get(name) or MEASURES[name].about
+        paragraphs = re.split(r"\n\s*\n", about.strip())
         text = "".join(f"<p>{_prose(' '.join(p.split()))}</p>" for p in paragraphs)
         parts.append(f"<h3>{_text(name)}</h3>{text}")
     return "\n".join(parts)

@@ -15,6 +15,7 @@ from typing import Any
 from nbflow.utils import system
 from nbflow_experiments.backend import Comm
 from nbflow_experiments.store.gpu_facts import describe_cuda, describe_gpus
+from nbflow_kernels.plugins import loaded_plugins
 
 
 def describe_rank() -> dict[str, Any]:
@@ -26,6 +27,7 @@ def describe_rank() -> dict[str, Any]:
         "affinity": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "memory_bytes": system.memory_bytes(),
         "environment": system.relevant_variables(),
+        "plugins": [plugin.facts for plugin in loaded_plugins()],
         "gpus": describe_gpus(),
         "cuda": describe_cuda(),
     }

@@ -44,7 +44,7 @@ class Job:
     ranks: int
     """Number of MPI ranks; 0: a subprocess without MPI, part of its parent's launch."""
     points: tuple[Point, ...]
-    formats: tuple[Path, ...]
+    plugins: tuple[str, ...]
     policy: Policy
     before: Mapping[str, str | None]
     """Launch that wrote the earlier result of each point (`PointLocks`)."""
@@ -53,7 +53,7 @@ class Job:
 
     def write(self, path: Path) -> None:
         """Write the job as JSON."""
-        data = asdict(self) | {"folder": str(self.folder), "formats": [*map(str, self.formats)]}
+        data = asdict(self) | {"folder": str(self.folder), "plugins": list(self.plugins)}
         for point in data["points"]:
             point["text"] = None if point["text"] is None else str(point["text"])
         write_json(path, data)
@@ -65,10 +65,11 @@ class Job:
         points = []
         for point in data.pop("points"):
             text = None if point["text"] is None else Path(point["text"])
-            points.append(Point(**point | {"text": text, "measures": tuple(point["measures"])}))
+            lists = {name: tuple(point[name]) for name in ("measures", "plugins_sha256")}
+            points.append(Point(**point | {"text": text, **lists}))
         return cls(**data | {
             "folder": Path(data["folder"]), "points": tuple(points),
-            "formats": tuple(map(Path, data["formats"])), "policy": Policy(**data["policy"]),
+            "plugins": tuple(data["plugins"]), "policy": Policy(**data["policy"]),
         })  # fmt: skip
 
 
@@ -110,7 +111,7 @@ class ProcessRunner:
     reporter: Reporter
     launch: str
     """Name of the launch for points without MPI ranks; each start of ranks is a launch."""
-    formats: tuple[Path, ...]
+    plugins: tuple[str, ...]
     before: dict[str, str | None]
     """See `PointLocks`."""
     policy: Policy
@@ -181,7 +182,7 @@ class ProcessRunner:
             provenance.launch_name() if ranks else self.launch,
             ranks,
             tuple(points),
-            self.formats,
+            self.plugins,
             Policy(policy.retries, policy.fail_fast, timeout_s=policy.timeout_s),
             {p.short: self.before.get(p.short) for p in points},
             dict(tried),

@@ -11,11 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import nbflow_kernels as nk
 from nbflow_experiments import backend
 from nbflow_experiments.config.points import Point, check_world, estimate_bytes, make_points
 from nbflow_experiments.config.sweep_file import Sweep, load_sweep, sweep_of_lists
-from nbflow_experiments.measures import METRICS_VERSION, needs_reference
+from nbflow_experiments.measures import MEASURES, METRICS_VERSION, needs_reference
 from nbflow_experiments.optional_packages import require
 from nbflow_experiments.store import provenance
 from nbflow_experiments.store.gpu_facts import describe_emulator
@@ -37,6 +36,7 @@ from nbflow_experiments.sweep.resume_loop import End, Policy, run_points
 from nbflow_experiments.sweep.shard import Shard
 from nbflow_experiments.sweep.subprocess_runner import obey_parent
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.plugins import load_plugins
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class SweepOptions:
     dry_run: bool = False
     resume: bool = False
     retry_failed: bool = False
-    formats: tuple[Path, ...] = ()
-    """Files of weight formats to execute, besides those the sweep file names."""
+    plugins: tuple[str, ...] = ()
+    """Plugins to import, besides those the sweep file names."""
     shard: Shard | None = None
     """Shard of the points to run; other launches may run the others concurrently."""
     merge: bool = False
@@ -68,8 +68,8 @@ class SweepOptions:
     def load(self) -> Sweep:
         """Return the sweep, restricted by the options."""
         if self.file is None:
-            return sweep_of_lists(self.lists, self.overrides, self.formats)
-        return load_sweep(self.file, self.overrides, self.formats, self.lists)
+            return sweep_of_lists(self.lists, self.overrides, self.plugins)
+        return load_sweep(self.file, self.overrides, self.plugins, self.lists)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class _Plan:
     before: dict[str, str | None]
     """See `PointLocks`."""
     launch: str
-    formats: tuple[Path, ...] = ()
+    plugins: tuple[str, ...] = ()
 
 
 def run_sweep(options: SweepOptions, comm: backend.Comm | None = None) -> int:
@@ -117,7 +117,7 @@ def run_sweep(options: SweepOptions, comm: backend.Comm | None = None) -> int:
     plan, code = _agree_on_plan(options, comm)
     if plan is None:
         return code
-    _load_formats(plan.formats, comm)
+    _load_plugins(plan.plugins, comm)
     try:
         return _run_plan(plan, options, comm)
     except StepFailed as failure:  # outside of a measure: most likely a full disk
@@ -137,7 +137,7 @@ def _run_plan(plan: _Plan, options: SweepOptions, comm: backend.Comm) -> int:
     with_ranks = [p for p in plan.todo if p.config["ranks"] and comm.size == 1]
     here = [p for p in plan.todo if p not in with_ranks]
     processes = ProcessRunner(
-        folder, reporter, plan.launch, plan.formats, dict(plan.before), policy, options.launcher
+        folder, reporter, plan.launch, plan.plugins, dict(plan.before), policy, options.launcher
     )
     end: End = "all"
     with contextlib.closing(reporter):
@@ -169,8 +169,8 @@ def run_group(path: Path) -> int:
     stop = StopRequest()
     if comm.rank == 0:
         obey_parent(stop)
-    _load_formats(job.formats, comm)
-    plan = _Plan(job.folder, (), job.points, job.points, dict(job.before), job.launch, job.formats)
+    _load_plugins(job.plugins, comm)
+    plan = _Plan(job.folder, (), job.points, job.points, dict(job.before), job.launch, job.plugins)
     launch = _recorded(plan, job.points, comm, for_points=True)
     with launch if job.ranks else contextlib.nullcontext():
         reporter = Reporter()
@@ -230,18 +230,21 @@ def _agree_on_plan(options: SweepOptions, comm: backend.Comm) -> tuple[_Plan | N
     return plan, 2 if plan is None else 0
 
 
-def _load_formats(files: Sequence[Path], comm: backend.Comm) -> None:
-    """Register the sweep's weight formats on every rank, or raise on every rank."""
+def _load_plugins(sources: Sequence[str], comm: backend.Comm) -> None:
+    """Import the sweep's plugins on every rank, or raise on every rank."""
     failure: UsageError | None = None
+    digests: list[str] = []
     try:
-        for file in files:
-            nk.load_formats(file)
+        digests = [plugin.sha256 for plugin in load_plugins(sources)]
     except UsageError as error:
         failure = error
-    failures = comm.bcast_object(comm.gather_object(failure))
-    for rank, other in enumerate(failures):
+    ranks = comm.bcast_object(comm.gather_object((failure, digests)))
+    for rank, (other, found) in enumerate(ranks):
         if other is not None:
             raise UsageError(f"rank {rank}: {other}") from failure
+        for source, here, there in zip(sources, ranks[0][1], found, strict=True):
+            if here != there:
+                raise UsageError(f"rank {rank}: {source} is another file there than on rank 0")
 
 
 def _make_plan(options: SweepOptions, size: int) -> _Plan:
@@ -277,7 +280,7 @@ def _make_plan(options: SweepOptions, size: int) -> _Plan:
     print(f"{sweep.name}: {part} points, {len(mine) - len(todo)} of them done already", flush=True)
     before = {point.short: result_launch(folder, point) for point in todo}
     launch = provenance.launch_name()
-    return _Plan(folder.path, sweep.factors, tuple(mine), todo, before, launch, sweep.formats)
+    return _Plan(folder.path, sweep.factors, tuple(mine), todo, before, launch, sweep.plugins)
 
 
 def _check_ranks(folder: ResultsFolder, size: int) -> None:
@@ -309,6 +312,7 @@ def _write_sweep(folder: ResultsFolder, sweep: Sweep, points: Sequence[Point]) -
             "description": sweep.description,
             "factors": list(factors),
             "measures": list(sweep.measures),
+            "about": {name: MEASURES[name].about for name in sweep.measures},
             "points": list(names),
         },
     )

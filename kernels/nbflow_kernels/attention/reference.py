@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.attention.variants import with_position
 from nbflow_kernels.kv_cache.formats import split_names
 from nbflow_kernels.kv_cache.reference import decode
 from nbflow_kernels.position.reference import alibi_slopes
@@ -82,7 +83,7 @@ def attend(
     if variant is not None:
         scores, shown = _transform(variant, scores, shown, G)
     out, natural = _mix(scores, shown, v, sinks, getattr(variant, "use_softmax", True))
-    out = _transform_output(variant, out)
+    out = _transform_output(variant, out, n)
     if not return_lse:
         return out
     return out, natural if lse_base == "e" else natural / np.log(2)
@@ -159,22 +160,31 @@ def _transform(
     """Return scores and mask after a variant's functions, called score by score."""
     scores, shown = scores.copy(), shown.copy()
     params, group = tuple(getattr(variant, "params", ())), scores.shape[1] // G
+    mask, transform = (_hook(variant, name) for name in ("logits_mask", "logits_transform"))
+    before = scores.shape[2] - len(scores)  # keys before that of the first query
     for t, h, n in np.ndindex(*scores.shape):
-        where = (0, t, n, h, h // group)
-        if getattr(variant, "logits_mask", None):
-            shown[t, h, n] &= bool(variant.logits_mask(params, *where))
-        if getattr(variant, "logits_transform", None):
-            scores[t, h, n] = variant.logits_transform(params, scores[t, h, n], *where)
+        where = (0, t, n, h, h // group, before + t)
+        if mask is not None:
+            shown[t, h, n] &= bool(mask(params, *where))
+        if transform is not None:
+            scores[t, h, n] = transform(params, scores[t, h, n], *where)
     return scores, shown
 
 
-def _transform_output(variant: Any, out: np.ndarray) -> np.ndarray:
+def _hook(variant: Any, name: str) -> Any:
+    """Return a function of a variant in the form that takes `qo_pos`, or None."""
+    function = getattr(variant, name, None)
+    return None if function is None else with_position(name, function, function)
+
+
+def _transform_output(variant: Any, out: np.ndarray, n_keys: int) -> np.ndarray:
     """Return the result after a variant's function, called element by element."""
-    if getattr(variant, "output_transform", None) is None:
+    transform = _hook(variant, "output_transform")
+    if transform is None:
         return out
     params, done = tuple(getattr(variant, "params", ())), np.empty_like(out)
     for t, h, d in np.ndindex(*out.shape):
-        done[t, h, d] = variant.output_transform(params, out[t, h, d], 0, t, h)
+        done[t, h, d] = transform(params, out[t, h, d], 0, t, h, n_keys - len(out) + t)
     return done
 
 

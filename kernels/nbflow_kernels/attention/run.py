@@ -50,9 +50,9 @@ def check_variant(
         )
     if plan.table(at.ROPE) is not None:
         raise UsageError("variant does not support pos_encoding_mode='ROPE_LLAMA'; rotate q and k")
-    if call.sinks is not None:
-        raise UsageError("variant does not support sinks")
     functions = read_variant(variant)
+    if call.sinks is not None and not functions.use_softmax:
+        raise UsageError("sinks need a softmax, and variant.use_softmax is False")
     if call.return_lse and not functions.use_softmax:
         raise UsageError("return_lse needs a softmax, and variant.use_softmax is False")
     if plan.n_merges:

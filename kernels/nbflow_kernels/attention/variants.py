@@ -17,14 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.arrays import is_cuda
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.plugins import Registry, find_object
 
 HOOKS = {
     "logits_transform": ("params", "logit", "batch", "qo_idx", "kv_idx", "qo_head", "kv_head"),
     "logits_mask": ("params", "batch", "qo_idx", "kv_idx", "qo_head", "kv_head"),
     "output_transform": ("params", "output", "batch", "qo_idx", "qo_head"),
 }
-"""Functions of a variant and their parameters."""
+"""Functions of a variant and their parameters, after which `qo_pos` may follow."""
+POSITION = "qo_pos"
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,9 @@ class AttentionVariant:
     """User-defined functions for attention scores, masks and outputs.
 
     `batch` is the index of the request, `qo_idx` of the query row in the request, `kv_idx` of the
-    key; `qo_head` and `kv_head` are the heads.  Numba must be able to compile the functions
+    key; `qo_head` and `kv_head` are the heads.  `qo_idx` is not the position of the query: in a
+    decode step it is 0.  A function whose last parameter is called `qo_pos` gets the position, the
+    index of the key that belongs to the query.  Numba must be able to compile the functions
     (numbers, `math`, NumPy arrays).
 
     Raises
@@ -65,7 +70,7 @@ class AttentionVariant:
     """``(params, output, batch, qo_idx, qo_head) -> float``: applied to each element of the
     result."""
     params: tuple[Any, ...] = ()
-    """Numbers and NumPy arrays for the functions."""
+    """Numbers and arrays for the functions: NumPy arrays, or arrays on the device of the call."""
     use_softmax: bool = True
     """Turn scores into weights by softmax; False uses the scores as weights."""
 
@@ -91,15 +96,18 @@ def read_variant(variant: Any) -> AttentionVariant:
         if not inspect.isfunction(function):
             raise UsageError(f"variant.{name} must be a Python function, got {function!r}")
         parameters = tuple(inspect.signature(function).parameters)
-        if len(parameters) != len(wanted):
+        if parameters[len(wanted) :] not in ((), (POSITION,)) or len(parameters) < len(wanted):
             raise UsageError(
-                f"variant.{name} must take ({', '.join(wanted)}), got ({', '.join(parameters)})"
+                f"variant.{name} must take ({', '.join(wanted)}), and {POSITION} after them if it "
+                f"needs the position of the query, got ({', '.join(parameters)})"
             )
     params = tuple(found.get("params", ()))
     for i, value in enumerate(params):
-        if not isinstance(value, int | float | np.number | np.ndarray):
+        if not isinstance(value, int | float | np.number | np.ndarray) and not is_cuda(value):
+            kind = type(value)
             raise UsageError(
-                f"variant.params[{i}] must be a number or a NumPy array, got {type(value).__name__}"
+                f"variant.params[{i}] must be a number, a NumPy array or an array on a CUDA "
+                f"device, got {kind.__module__}.{kind.__qualname__}"
             )
     return AttentionVariant(**{**found, "params": params})
 
@@ -121,11 +129,75 @@ def cannot_compile(error: Exception) -> UsageError:
     )
 
 
+def with_position(name: str, function: Any, python: Any) -> Any:
+    """Return a hook that takes `qo_pos` last: `function` itself, or a caller of it.
+
+    `function` is the compiled form of `python`, whose signature counts, or `python` itself.
+    """
+    if len(inspect.signature(python).parameters) > len(HOOKS[name]) or python in _DEFAULTS:
+        return function
+
+    def transform(params, logit, batch, qo_idx, kv_idx, qo_head, kv_head, qo_pos):
+        return function(params, logit, batch, qo_idx, kv_idx, qo_head, kv_head)
+
+    def mask(params, batch, qo_idx, kv_idx, qo_head, kv_head, qo_pos):
+        return function(params, batch, qo_idx, kv_idx, qo_head, kv_head)
+
+    def output(params, x, batch, qo_idx, qo_head, qo_pos):
+        return function(params, x, batch, qo_idx, qo_head)
+
+    forms = {"logits_transform": transform, "logits_mask": mask, "output_transform": output}
+    return forms[name]
+
+
+ATTENTION: Registry[AttentionVariant] = Registry("attention variant", "nbflow.register_attention")
+"""Variants of plugins, which models name in the field `attention`."""
+
+
+def register_attention(name: str, variant: Any) -> Any:
+    """Register an attention variant, for models that name it in the field `attention`.
+
+    Parameters
+    ----------
+    name : str
+        The name.
+    variant : object
+        An `AttentionVariant`, or any object or class with some of its attributes.
+
+    Returns
+    -------
+    object
+        `variant`.
+
+    Raises
+    ------
+    UsageError
+        If the name is taken, or a function has other parameters.
+    """
+    checked = read_variant(variant)
+    functions = [f for f in checked.functions if inspect.isfunction(f)]
+    ATTENTION.add(name, checked, functions[0] if functions else variant)
+    return variant
+
+
+def find_variant(name: str, where: str) -> AttentionVariant:
+    """Return a variant by its registered name, or by FILE.py:NAME of an imported plugin."""
+    if ":" in name:
+        return read_variant(find_object(name, where))
+    try:
+        return ATTENTION[name]
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
 def no_transform(params, x, *where):
     """Default of `logits_transform` and `output_transform`."""
     return x
 
 
-def no_mask(params, batch, qo_idx, kv_idx, qo_head, kv_head):
+def no_mask(params, *where):
     """Default of `logits_mask`."""
     return True
+
+
+_DEFAULTS = (no_transform, no_mask)

@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repeats", type=int, default=20, help="samples per case (default: 20)")
     parser.add_argument(
-        "--formats",
+        "--plugins",
         action="append",
         default=[],
         metavar="FILE",
@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code (1: a check failed, 2: wrong usage)."""
     arguments = _parser().parse_args(argv)
     try:
-        for file in arguments.formats:
-            nbflow_kernels.load_formats(file)
+        for file in arguments.plugins:
+            nbflow_kernels.load_plugin(file)
         cases = choose(arguments.ops, arguments.suite)
         if arguments.repeats < 1:
             raise UsageError(f"--repeats must be at least 1, got {arguments.repeats}")
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if arguments.suite == "gpu":
         return gpu_worker.main(
-            cases, arguments.repeats, arguments.json, arguments.out, arguments.formats,
+            cases, arguments.repeats, arguments.json, arguments.out, arguments.plugins,
             arguments.budget,
         )  # fmt: skip
     bandwidth = read_bandwidth()

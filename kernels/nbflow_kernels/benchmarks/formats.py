@@ -1,6 +1,6 @@
 """Errors and speeds of weight formats, compared with the machine's read bandwidth.
 
-    python -m nbflow_kernels.benchmarks.formats [FORMAT ...] [--formats FILE] [--shape N K]
+    python -m nbflow_kernels.benchmarks.formats [FORMAT ...] [--plugins FILE] [--shape N K]
     [--threads N]
                                            [--repeats N] [--out FILE]
 
@@ -30,7 +30,7 @@ from nbflow_kernels.benchmarks.roofline import ReadProbe, read_bandwidth
 from nbflow_kernels.cpu.parallel_for import get_num_threads, set_num_threads
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize
-from nbflow_kernels.formats.user import load_formats
+from nbflow_kernels.plugins import load_plugin
 from nbflow_kernels.quantized_matmul import qmatmul
 from nbflow_kernels.quantizers import quantize
 from nbflow_kernels.testing.format_table import relative_rmse, sample
@@ -214,15 +214,15 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m nbflow_kernels.benchmarks.formats", description=str(__doc__).split("\n")[0]
     )
     parser.add_argument("names", nargs="*", metavar="FORMAT", help="default: all formats")
-    parser.add_argument("--formats", action="append", default=[], metavar="FILE")
+    parser.add_argument("--plugins", action="append", default=[], metavar="FILE")
     parser.add_argument("--shape", nargs=2, type=int, default=SHAPE, metavar=("N", "K"))
     parser.add_argument("--threads", type=int, default=1, help="threads (default: 1)")
     parser.add_argument("--repeats", type=int, default=15, help="samples (default: 15)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON to FILE")
     arguments = parser.parse_args(argv)
     try:
-        for file in arguments.formats:
-            load_formats(file)
+        for file in arguments.plugins:
+            load_plugin(file)
         set_num_threads(arguments.threads)
         if min(arguments.shape) < 1 or arguments.repeats < 1:
             raise UsageError("--shape and --repeats must be at least 1")

@@ -161,7 +161,7 @@ def work(job: dict[str, Any], cupy: Any, say: Callable[[dict[str, Any]], None]) 
     that register weight formats; ``max_copies`` of a case's inputs.
     """
     for file in job["formats"]:
-        nbflow_kernels.load_formats(file)
+        nbflow_kernels.load_plugin(file)
     known = {case.id: case for case in (*all_cases(), *user_cases())}
     cases = [known[name] for name in job["cases"]]
     most = job.get("max_copies", gpu.MAX_COPIES)

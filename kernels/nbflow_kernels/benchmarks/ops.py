@@ -1,6 +1,6 @@
 """Benchmark of the ops: check first, then time, next to the machine's measured read bandwidth.
 
-    python -m nbflow_kernels.benchmarks [OP ...] [--threads N] [--repeats N] [--formats FILE]
+    python -m nbflow_kernels.benchmarks [OP ...] [--threads N] [--repeats N] [--plugins FILE]
     [--json]
                                    [--out FILE] [--suite cpu|gpu] [--budget SECONDS]
 

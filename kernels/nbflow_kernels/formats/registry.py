@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks, ReadRows
+from nbflow_kernels.plugins import note
 
 Bytes = NDArray[Any]  # of uint8; NumPy's annotations call ``bytes >> 4`` a signed integer
 Floats = NDArray[np.float32]
@@ -140,6 +141,11 @@ class Formats(Mapping[str, QuantFormat]):
     def add(self, format: QuantFormat) -> None:
         """Add a format under its name; `nbflow_kernels.register_format` checks it first."""
         self._formats[format.name] = format
+        self.note(format)
+
+    def note(self, format: QuantFormat) -> None:
+        """Record that a plugin has registered a format."""
+        note("format", format.name, lambda: self._formats.get(format.name) is format)
 
     def remove(self, name: str) -> None:
         """Remove the format with that explicit name."""

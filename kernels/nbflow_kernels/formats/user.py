@@ -33,10 +33,8 @@ handles one block.  Inputs are read-only; ``out`` is uninitialized, so write eve
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import inspect
 import re
-import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -196,7 +194,7 @@ def register_format(user_class: Any) -> UserFormat:
     See Also
     --------
     nbflow_kernels.check_format : All checks, matmuls included.
-    load_formats : Register the formats of a file.
+    nbflow_kernels.load_plugin : Import a file that registers formats.
 
     Notes
     -----
@@ -214,6 +212,7 @@ def register_format(user_class: Any) -> UserFormat:
     before = FORMATS.get(format.name)
     if isinstance(before, UserFormat):
         if before.user_class is user_class or before.digest == format.digest:
+            FORMATS.note(before)
             return before
         raise UsageError(
             f"a format {format.name!r} is registered already, with another class; choose another "
@@ -238,65 +237,6 @@ def unregister_format(name: str) -> None:
     if not isinstance(format, UserFormat):
         raise UsageError(f"{name!r} is a built-in format, which cannot be unregistered")
     FORMATS.remove(format.name)
-
-
-_loaded: dict[tuple[Path, str], tuple[QuantFormat, ...]] = {}
-
-
-def load_formats(path: str | Path) -> tuple[QuantFormat, ...]:
-    """Execute a Python file that registers formats.
-
-    The file is a program and can do anything that you can: load only what you trust.
-
-    Parameters
-    ----------
-    path : str or Path
-        A file that calls `register_format`, or adds formats made of ours to `FORMATS`.
-
-    Returns
-    -------
-    tuple of QuantFormat
-        What the file registered.
-
-    Raises
-    ------
-    UsageError
-        If the file cannot be read, raises, or registers nothing.
-    """
-    file = Path(path).resolve()
-    try:
-        source = file.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read the file of formats {path}: {error.strerror}") from None
-    digest = hashlib.sha256(source).hexdigest()
-    known = _loaded.get((file, digest))
-    if known is not None and all(FORMATS.get(f.name) is f for f in known):
-        return known
-    name = f"nbflow_formats_{digest[:16]}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"the file of formats {path} must be Python (.py)")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    before = dict(FORMATS)
-    try:
-        # not the loader, whose .pyc files hide an edit of the same size within the same second
-        exec(compile(source, file, "exec"), vars(module))
-    except UsageError as error:
-        raise UsageError(f"{path}: {error}") from error
-    except Exception as error:
-        raise UsageError(f"{path} raised {type(error).__name__}: {error}") from error
-    found = [FORMATS[n] for n in FORMATS if FORMATS[n] is not before.get(n)]
-    # registered by an earlier run of the same file, e.g. through a copy of it
-    for value in vars(module).values():
-        format = FORMATS.get(str(getattr(value, "name", ""))) if isinstance(value, type) else None
-        if isinstance(format, UserFormat) and format not in found:
-            found.append(format)
-    formats = tuple(found)
-    if not formats:
-        raise UsageError(f"{path} registers no format; end it with nk.register_format(MyFormat)")
-    _loaded[file, digest] = formats
-    return formats
 
 
 def _make(user_class: Any) -> UserFormat:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nbflow.checkpoint import WeightFile, open_weights
-from nbflow.cli.options import add_formats_argument, register_formats
+from nbflow.cli.options import add_plugins_argument
 from nbflow.utils.tables import text_table
 from nbflow_kernels.errors import UsageError
 
@@ -24,13 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hash", action="store_true", help="add the SHA-256 of each tensor's stored bytes"
     )
-    add_formats_argument(parser)
+    add_plugins_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    register_formats(arguments)
     with open_weights(arguments.file) as weights:
         facts = _facts(weights, arguments.tensor, arguments.hash)
     if arguments.json:

@@ -18,10 +18,9 @@ from typing import Any
 import nbflow_kernels as nk
 from nbflow.cli.option_arguments import add_options
 from nbflow.cli.options import (
-    add_formats_argument,
     add_kv_arguments,
+    add_plugins_argument,
     numbers,
-    register_formats,
 )
 from nbflow.options import LoadOptions
 from nbflow.planner import (
@@ -87,13 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measure", action="store_true", help="measure this machine and describe it"
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="output of --measure (stdout)")
-    add_formats_argument(parser)
+    add_plugins_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    register_formats(arguments)
     if arguments.measure:
         return _measure(arguments)
     if arguments.model is None:

@@ -13,7 +13,6 @@ from nbflow.cli.allocation_options import (
     check_options,
     print_allocation,
     quantizer_options,
-    split_formats,
     write_policy_of,
 )
 from nbflow.cli.commands.inspect import printable
@@ -21,7 +20,6 @@ from nbflow.cli.option_arguments import add_options
 from nbflow.conversion import WrittenCheckpoint, quantize_checkpoint
 from nbflow.options import LoadOptions
 from nbflow.utils.tables import text_table
-from nbflow_kernels import load_formats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,11 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--formats",
         action="append",
         default=[],
-        metavar="FILE|F1,F2,...",
-        help="Python file (.py) that registers weight formats; it is executed.  Or candidate "
-        "formats of --bits-per-weight (repeatable)",
+        metavar="F1,F2,...",
+        help="candidate formats of --bits-per-weight (repeatable)",
     )
-    add_options(parser, LoadOptions, ["spec"])
+    add_options(parser, LoadOptions, ["spec", "plugins"])
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -62,8 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     check_options(arguments)
-    for file in split_formats(arguments.formats)[0]:
-        load_formats(file)
     chosen = None if arguments.bits_per_weight is None else AllocationRun(arguments)
     done = quantize_checkpoint(
         arguments.model,

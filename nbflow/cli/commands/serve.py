@@ -118,7 +118,7 @@ def _config(given: dict[str, Any]) -> ServerConfig:
         return make_config(_table(given), "nbflow serve")
     device = given.pop("device", None) if path.suffix == ".ini" else None
     trace = given.pop("trace", False)
-    of_file = sorted(set(given) & {*_OF_MODEL, *fields(EngineOptions), "name", "formats"})
+    of_file = sorted(set(given) & {*_OF_MODEL, *fields(EngineOptions), "name"})
     if of_file:
         option = of_file[0].replace("_", "-")
         raise UsageError(f"--{option} belongs to a model: write it into {path}")
@@ -126,6 +126,7 @@ def _config(given: dict[str, Any]) -> ServerConfig:
     stated = config.model_dump()
     for model in stated["models"].values():
         model["trace"] |= trace
+    stated["plugins"] += given.get("plugins", [])
     return make_config(_merged(stated, _of_server(given)), str(path))
 
 
@@ -135,7 +136,7 @@ def _table(given: dict[str, Any]) -> dict[str, Any]:
     model: dict[str, Any] = {"path": given["model"]}
     model |= {key: given[key] for key in _OF_MODEL if key in given}
     model["engine"] = {key: given[key] for key in fields(EngineOptions) if key in given}
-    table = {"models": {name: model}, "formats": given.get("formats", [])}
+    table = {"models": {name: model}, "plugins": given.get("plugins", [])}
     return _merged(table, _of_server(given))
 
 

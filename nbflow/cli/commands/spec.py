@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.checkpoint import open_weights
-from nbflow.cli.options import add_formats_argument, register_formats
+from nbflow.cli.options import add_plugins_argument
 from nbflow.distributed import make_plan
 from nbflow.program import build, fuse, partition
 from nbflow.spec import ModelSpec, ResolvedModel, check, known_models, published, resolve
@@ -46,13 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--toml", action="store_true", help="convert Inferflow's model_spec.json to a family file"
     )
-    add_formats_argument(parser)
+    add_plugins_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    register_formats(arguments)
     if arguments.list:
         return _list_models(as_json=arguments.json)
     if arguments.model is None:

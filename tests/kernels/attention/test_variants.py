@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -116,6 +117,38 @@ def test_qo_idx_counts_the_rows_of_a_request_and_batch_the_requests() -> None:
     np.testing.assert_array_equal(got, [[0, 1], [100, 101], [110, 111]])
 
 
+def relative(params: Any, logit: Any, batch: Any, qo: Any, kv: Any, head: Any, g: Any,
+             qo_pos: Any) -> Any:  # fmt: skip
+    return logit + params[0][head, min(qo_pos - kv, 7)]
+
+
+def near(params: Any, batch: Any, qo: Any, kv: Any, head: Any, g: Any, qo_pos: Any) -> Any:
+    return qo_pos - kv < params[1]
+
+
+def by_position(params: Any, output: Any, batch: Any, qo: Any, head: Any, qo_pos: Any) -> Any:
+    return output * (1.0 + 0.25 * qo_pos)
+
+
+def test_positions_and_sinks_in_prefill_and_decode() -> None:
+    """Rows of a prompt and of a decode step in one paged batch."""
+    rng = np.random.default_rng(7)
+    bias = rng.standard_normal((4, 8))
+    variant = AttentionVariant(relative, near, by_position, params=(bias, 30))
+    sinks = normal(rng, 4)
+    paged, rows = Paged(rng, [40, 25, 3], (4, 2, 32), 8), ints(0, 6, 7, 10)
+    q = normal(rng, 10, 4, 32)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper()
+    paged.plan(wrapper, rows, variant=variant)
+    got = wrapper.run(q, paged.cache, sinks=sinks)
+    for i, (first, last) in enumerate(itertools.pairwise(rows)):
+        want = reference.single_prefill_with_kv_cache(
+            q[first:last], paged.k[i], paged.v[i], causal=True, variant=variant, sinks=sinks
+        )
+        # outputs of at most 5 scaled by up to 11
+        np.testing.assert_allclose(got[first:last], want, rtol=0, atol=20 * ATOL)
+
+
 def short(params: Any, logit: Any) -> Any:
     return logit
 
@@ -138,12 +171,12 @@ def opens_a_file(params: Any, logit: Any, batch: Any, qo: Any, kv: Any, head: An
         (
             AttentionVariant(logits_transform=capped, params=("a",)),
             {},
-            r"variant.params\[0\] must be a number or a NumPy array, got str",
+            r"variant.params\[0\] must be a number, a NumPy array or .* got builtins.str",
         ),
         (CAPPED, {"logits_soft_cap": 1.0}, "variant replaces logits_soft_cap"),
         (CAPPED, {"pos_encoding_mode": "ALIBI"}, "variant replaces"),
         (CAPPED, {"pos_encoding_mode": "ROPE_LLAMA"}, "does not support pos_encoding_mode"),
-        (CAPPED, {"sinks": np.zeros(4, np.float32)}, "variant does not support sinks"),
+        (SIGMOID, {"sinks": np.zeros(4, np.float32)}, "sinks need a softmax"),
         (SIGMOID, {"return_lse": True}, "return_lse needs a softmax"),
     ],
 )

@@ -19,7 +19,8 @@ from nbflow_kernels.benchmarks.ops import choose
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS, QuantTensor, dequantize
 from nbflow_kernels.formats.floats import FloatFormat
-from nbflow_kernels.formats.user import load_formats, register_format, unregister_format
+from nbflow_kernels.formats.user import register_format, unregister_format
+from nbflow_kernels.plugins import load_plugin
 from nbflow_kernels.quantized_matmul import cpu, cpu_user_formats, qmatmul, reference
 from nbflow_kernels.quantized_matmul.cases import user_cases
 from nbflow_kernels.quantizers import quantize
@@ -269,31 +270,31 @@ nk.register_format(Bytes)
 def test_files_are_executed_once_and_edits_are_seen(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(SOURCE.replace("class Bytes", "SCALE = np.float32(64)\n\nclass Bytes"))
-    (format,) = load_formats(file)
+    plugin = load_plugin(file)
     try:
-        assert load_formats(file) == (format,)
-        assert FORMATS["bytes_b8"] is format
+        assert load_plugin(file) is plugin
+        assert list(map(str, plugin.registered)) == ["format bytes_b8"]
         x = np.float32([[0.5] * 8])
         assert quantize(x, "bytes_b8").data[0, 0] == 128 + 32
         file.write_text(file.read_text().replace("float32(64)", "float32(32)"))
         with pytest.raises(UsageError, match="registered already, with another class"):
-            load_formats(file)
+            load_plugin(file)
         unregister_format("bytes_b8")
-        load_formats(file)
+        load_plugin(file)
         assert quantize(x, "bytes_b8").data[0, 0] == 128 + 16
     finally:
         unregister_format("bytes_b8")
 
 
-def test_files_that_are_no_formats(tmp_path):
-    with pytest.raises(UsageError, match="cannot read the file of formats"):
-        load_formats(tmp_path / "absent.py")
+def test_files_that_are_not_plugins(tmp_path):
+    with pytest.raises(UsageError, match="cannot read the plugin"):
+        load_plugin(tmp_path / "absent.py")
     (tmp_path / "empty.py").write_text("x = 1\n")
-    with pytest.raises(UsageError, match="registers no format; end it with"):
-        load_formats(tmp_path / "empty.py")
+    with pytest.raises(UsageError, match="registers nothing; a plugin calls register_format"):
+        load_plugin(tmp_path / "empty.py")
     (tmp_path / "broken.py").write_text("1 / 0\n")
     with pytest.raises(UsageError, match="raised ZeroDivisionError: division by zero"):
-        load_formats(tmp_path / "broken.py")
+        load_plugin(tmp_path / "broken.py")
 
 
 def test_kernels_of_a_file_are_kept_on_disk(tmp_path):
@@ -306,7 +307,7 @@ def test_kernels_of_a_file_are_kept_on_disk(tmp_path):
         import nbflow_kernels as nk
         from nbflow_kernels.quantized_matmul import cpu_user_formats
         from nbflow_kernels.formats import user_jit as user_code
-        (f,) = nk.load_formats({str(file)!r})
+        f = nk.FORMATS[nk.load_plugin({str(file)!r}).registered[0].name]
         w = nk.quantize(np.ones((3, 24), np.float32), f)
         nk.qmatmul(np.ones((1, 24), np.float32), w)
         kernels = user_code.quantizer(f.code), cpu_user_formats._gemm(f.code)

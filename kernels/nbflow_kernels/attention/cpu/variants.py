@@ -20,6 +20,8 @@ from numba.core.errors import NumbaError
 from numba.core.extending import intrinsic
 from numba.core.imputils import impl_ret_borrowed
 
+from nbflow_kernels.arrays import is_cuda
+from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu.online_softmax import MASKED
 from nbflow_kernels.attention.cpu.vectorizable_math import with_vectorizable_math
 from nbflow_kernels.attention.plan import AttentionPlan
@@ -28,17 +30,29 @@ from nbflow_kernels.attention.variants import (
     cannot_compile,
     no_mask,
     no_transform,
+    with_position,
 )
 from nbflow_kernels.cpu import interpreter, llvm
 from nbflow_kernels.cpu.interpreter.atomics import Hook
 from nbflow_kernels.cpu.jit import FAST_MATH
-from nbflow_kernels.cpu.simd_memory import address_of, read_f32, write_f32, write_i64
+from nbflow_kernels.cpu.simd_memory import (
+    address_of,
+    read_f32,
+    read_i32,
+    read_i64,
+    write_f32,
+    write_i64,
+)
+from nbflow_kernels.errors import UsageError
 
 _SIGNATURE: Any = types.void(types.int64, types.CPointer(types.float32), *[types.int64] * 7)
-"""A hook's parameters: address of the variant's parameters; numbers to change in place and the
+"""A hook's parameters: address of its memory (see `_PARAMS`); numbers to change in place and the
 range [first, last) of them; key of number 0; request, query row in it, query head, KV head."""
 _RANGE_SIGNATURE: Any = types.void(*[types.int64] * 9)
 """As above, with the address of two int64 for the range of visible keys in place of numbers."""
+_PARAMS = 32
+"""Offset of the parameters in the memory of a hook: the plan's header, and the numbers of the first
+query head and of the first KV head, precede them."""
 _LENGTH = 1 << 30
 """Bound of array views in hooks; their loops have bounds of their own."""
 
@@ -59,17 +73,28 @@ class Hooks:
 _HOOKS: dict[tuple[Any, ...], Hooks] = {}
 
 
-def set_variant(plan: AttentionPlan, variant: AttentionVariant | None) -> None:
-    """Let the kernel use a variant's functions in the plan's next runs, or none."""
+def set_variant(
+    plan: AttentionPlan,
+    variant: AttentionVariant | None,
+    first_heads: tuple[int, int] = (0, 0),
+) -> None:
+    """Let the kernel use a variant's functions in the plan's next runs, or none.
+
+    `first_heads` are the numbers of the first query head and the first KV head of the arrays, where
+    they are a shard of a model's.
+    """
     if variant is None:
         if plan.hooks is not None:
             plan.set_hooks(None, (0, 0, 0, 0), no_softmax=False)
         return
     if interpreter.is_on():
-        python = _interpreted(variant)
+        python = _interpreted(plan, variant, first_heads)
         places = [ctypes.cast(hook, ctypes.c_void_p).value or 0 for hook in python]
         plan.set_hooks(python, (*places, 0, 0), no_softmax=not variant.use_softmax)
         return
+    for i, value in enumerate(variant.params):
+        if is_cuda(value):
+            raise UsageError(f"variant.params[{i}] is on a CUDA device, and q in host memory")
     try:
         params = tuple(variant.params)
         kind = numba.typeof(params)
@@ -78,9 +103,10 @@ def set_variant(plan: AttentionPlan, variant: AttentionVariant | None) -> None:
             _HOOKS[key] = _compile(variant, kind)
         hooks = _HOOKS[key]
         # LLVM's structure of a tuple: a few words for a number, and more for an array
-        memory = np.zeros(8 + sum(8 + 2 * np.ndim(value) for value in params), np.int64)
+        memory = np.zeros(12 + sum(8 + 2 * np.ndim(value) for value in params), np.int64)
+        memory[:3] = address_of(plan.header), *first_heads
         if params:
-            hooks.store(params, address_of(memory))
+            hooks.store(params, address_of(memory) + _PARAMS)
     except (NumbaError, ValueError) as error:
         raise cannot_compile(error) from error
     made = (hooks.scores, hooks.output, hooks.visible)
@@ -96,32 +122,44 @@ def _compile(variant: AttentionVariant, kind: Any) -> Hooks:
     def inner(function: Any) -> Any:
         return numba.njit(forceinline=True, **options)(with_vectorizable_math(function))
 
-    load, store = _params_in_memory(kind)
-    transform = inner(variant.logits_transform or no_transform)
-    mask = inner(variant.logits_mask or no_mask)
-    output = inner(variant.output_transform or no_transform)
+    def hook(name: str, default: Any) -> Any:
+        function = getattr(variant, name) or default
+        compiled = inner(function)
+        full = with_position(name, compiled, function)
+        return compiled if full is compiled else numba.njit(forceinline=True, **options)(full)
 
-    def change_scores(params_at, numbers, first, last, key, request, row, qo_head, kv_head):
-        params = load(params_at)
+    load, store = _params_in_memory(kind)
+    transform = hook("logits_transform", no_transform)
+    mask = hook("logits_mask", no_mask)
+    output = hook("output_transform", no_transform)
+    position_of = numba.njit(forceinline=True, **options)(_position)
+
+    def change_scores(head_at, numbers, first, last, key, request, row, qo_head, kv_head):
+        params, position = load(head_at + _PARAMS), position_of(head_at, request, row)
+        qo_head, kv_head = qo_head + read_i64(head_at + 8), kv_head + read_i64(head_at + 16)
         scores = numba.carray(numbers, (_LENGTH,))
         for j in range(first, last):
             x = MASKED
-            if mask(params, request, row, key + j, qo_head, kv_head):
-                logit = np.float64(scores[j])
-                x = np.float32(transform(params, logit, request, row, key + j, qo_head, kv_head))
+            if mask(params, request, row, key + j, qo_head, kv_head, position):
+                logit, n = np.float64(scores[j]), key + j
+                x = np.float32(
+                    transform(params, logit, request, row, n, qo_head, kv_head, position)
+                )
             scores[j] = MASKED if x < MASKED else x
 
-    def change_output(params_at, numbers, first, last, key, request, row, qo_head, kv_head):
-        params = load(params_at)
+    def change_output(head_at, numbers, first, last, key, request, row, qo_head, kv_head):
+        params, position = load(head_at + _PARAMS), position_of(head_at, request, row)
+        qo_head = qo_head + read_i64(head_at + 8)
         results = numba.carray(numbers, (_LENGTH,))
         for d in range(first, last):
-            results[d] = output(params, np.float64(results[d]), request, row, qo_head)
+            results[d] = output(params, np.float64(results[d]), request, row, qo_head, position)
 
-    def narrow_range(params_at, ends, first, last, key, request, row, qo_head, kv_head):
-        params = load(params_at)
+    def narrow_range(head_at, ends, first, last, key, request, row, qo_head, kv_head):
+        params, position = load(head_at + _PARAMS), position_of(head_at, request, row)
+        qo_head, kv_head = qo_head + read_i64(head_at + 8), kv_head + read_i64(head_at + 16)
         low, high = last, first
         for j in range(first, last):
-            if mask(params, request, row, key + j, qo_head, kv_head):
+            if mask(params, request, row, key + j, qo_head, kv_head, position):
                 low, high = min(low, j), max(high, j + 1)
         write_i64(ends, low)
         write_i64(ends + 8, max(low, high))
@@ -137,6 +175,14 @@ def _compile(variant: AttentionVariant, kind: Any) -> Hooks:
         visible,
         store,
     )
+
+
+def _position(head_at, request, row):
+    """Return the position of a query: the index of its own key among the request's keys."""
+    header = read_i64(head_at)
+    kv_len = read_i32(read_i64(header + 8 * at.KV_LENS) + 4 * request)
+    rows = read_i64(header + 8 * at.QO_INDPTR) + 4 * request
+    return np.int64(kv_len) - (read_i32(rows + 4) - read_i32(rows)) + row
 
 
 def _params_in_memory(kind: Any) -> tuple[Any, Any]:
@@ -171,24 +217,37 @@ def _no_params(address):
     return ()
 
 
-def _interpreted(variant: AttentionVariant) -> tuple[Any, Any]:
+def _interpreted(
+    plan: AttentionPlan, variant: AttentionVariant, first_heads: tuple[int, int]
+) -> tuple[Any, Any]:
     """Return the hooks as C functions that call Python."""
-    params = variant.params
-    transform, mask = variant.logits_transform or no_transform, variant.logits_mask or no_mask
+    params, (first_q, first_kv) = variant.params, first_heads
+
+    def hook(name: str, default: Any) -> Any:
+        function = getattr(variant, name) or default
+        return with_position(name, function, function)
+
+    transform, mask = hook("logits_transform", no_transform), hook("logits_mask", no_mask)
+    result = hook("output_transform", no_transform)
+
+    def position_of(request, row):
+        rows = plan.qo_indptr[request : request + 2]
+        return int(plan.kv_lens[request] - (rows[1] - rows[0])) + row
 
     def change_scores(_, numbers, first, last, key, request, row, qo_head, kv_head):
         for j in range(first, last):
             place, x = numbers + 4 * j, MASKED
-            if mask(params, request, row, key + j, qo_head, kv_head):
-                logit = float(read_f32(place))
-                x = transform(params, logit, request, row, key + j, qo_head, kv_head)
+            where = request, row, key + j, first_q + qo_head, first_kv + kv_head
+            where += (position_of(request, row),)
+            if mask(params, *where):
+                x = transform(params, float(read_f32(place)), *where)
             write_f32(place, MASKED if x < MASKED else x)
 
     def change_output(_, numbers, first, last, key, request, row, qo_head, kv_head):
         for d in range(first, last):
             place = numbers + 4 * d
-            found = variant.output_transform(params, float(read_f32(place)), request, row, qo_head)
-            write_f32(place, found)
+            where = request, row, first_q + qo_head, position_of(request, row)
+            write_f32(place, result(params, float(read_f32(place)), *where))
 
     output = None if variant.output_transform is None else Hook(change_output)
     return Hook(change_scores), output

@@ -26,8 +26,10 @@ from nbflow_kernels.attention.variants import (
     cannot_compile,
     no_mask,
     no_transform,
+    with_position,
 )
 from nbflow_kernels.cuda import numba_cuda, nvrtc
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.cpu_codec import F32
 from nbflow_kernels.kv_cache.cuda import WARPS, gather_kernel
 
@@ -59,9 +61,11 @@ def attend_variant(
     mask, mask_starts = _mask(plan)
     nothing = np.zeros(0, np.float32)
     factors = plan.table(at.OUT_FACTORS)
+    sinks = plan.table(at.SINKS)
     tables = (
         request, np.ascontiguousarray(plan.qo_indptr), starts, mask, mask_starts,
         plan.table(at.SCORE_FACTORS), nothing if factors is None else factors,
+        nothing if sinks is None else sinks,
     )  # fmt: skip
     sums = empty(q, (0, 0)) if lse is None else lse
     arrays = [wide, k, v, *(on_device(table, q) for table in tables), result, sums]
@@ -72,6 +76,9 @@ def attend_variant(
     scalars = (
         plan.window_left, plan.attention_chunk, int(plan.causal), int(plan.header[at.LSE_NATURAL])
     )  # fmt: skip
+    for i, p in enumerate(params):
+        if hasattr(p, "flags") and not p.flags.c_contiguous:
+            raise UsageError(f"variant.params[{i}] must be contiguous on a device")
     kernel = _kernel(variant, params, arrays, scalars)
     flat = [word for value in (*params, *arrays, *scalars) for word in _words(value)]
     kernel((plan.n_rows, H), 32, tuple(flat), 8 * D_vo)
@@ -168,13 +175,19 @@ def _words(value: Any) -> tuple[Any, ...]:
 def _make_kernel(transform: Any, mask_of: Any, output: Any, use_softmax: bool) -> Any:
     """Return the kernel: one warp, and so one thread block, per query vector."""
     device: Any = importlib.import_module("numba.cuda")
-    logits_transform = device.jit(device=True)(transform or no_transform)
-    logits_mask = device.jit(device=True)(mask_of or no_mask)
-    output_transform = device.jit(device=True)(output or no_transform)
+
+    def hook(name: str, function: Any) -> Any:
+        compiled = device.jit(device=True)(function)
+        full = with_position(name, compiled, function)
+        return compiled if full is compiled else device.jit(device=True)(full)
+
+    logits_transform = hook("logits_transform", transform or no_transform)
+    logits_mask = hook("logits_mask", mask_of or no_mask)
+    output_transform = hook("output_transform", output or no_transform)
 
     def attend(
         params, q, k, v, request_of, qo_indptr, starts, mask, mask_starts, factors, out_factors,
-        out, lse, window, chunk, causal, natural
+        sinks, out, lse, window, chunk, causal, natural
     ):  # fmt: skip
         acc = device.shared.array(0, numba.float64)
         row, h, lane = device.blockIdx.x, device.blockIdx.y, device.threadIdx.x
@@ -193,19 +206,21 @@ def _make_kernel(transform: Any, mask_of: Any, output: Any, use_softmax: bool) -
         if causal != 0:
             high = min(high, here + 1)
         top, total = -math.inf, 0.0
+        if sinks.size:
+            top, total = numba.float64(sinks[h]), 1.0
         for d in range(lane, D_vo, 32):
             acc[d] = 0.0
         for j in range(low, high):
             if mask.size and not mask[mask_starts[request] + qo_idx * kv_len + j]:
                 continue
-            if not logits_mask(params, request, qo_idx, j, h, g):
+            if not logits_mask(params, request, qo_idx, j, h, g, here):
                 continue
             part = numba.float32(0)
             for d in range(lane, D_qk, 32):
                 part += q[row, h, d] * factors[h] * k[first + j, g, d]
             for step in (16, 8, 4, 2, 1):
                 part += device.shfl_xor_sync(0xFFFFFFFF, part, step)
-            x = logits_transform(params, numba.float64(part), request, qo_idx, j, h, g)
+            x = logits_transform(params, numba.float64(part), request, qo_idx, j, h, g, here)
             weight = numba.float64(x)
             shrink = 1.0
             if use_softmax:
@@ -224,7 +239,7 @@ def _make_kernel(transform: Any, mask_of: Any, output: Any, use_softmax: bool) -
         if out_factors.size:
             factor *= out_factors[h]
         for d in range(lane, D_vo, 32):
-            out[row, h, d] = output_transform(params, acc[d] * factor, request, qo_idx, h)
+            out[row, h, d] = output_transform(params, acc[d] * factor, request, qo_idx, h, here)
         if lse.size and lane == 0:
             log = -math.inf
             if total != 0.0:

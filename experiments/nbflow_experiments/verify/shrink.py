@@ -1,0 +1,105 @@
+"""A small configuration with the structure of a large one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from nbflow.spec.family import Family
+
+VOCABULARY, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, WINDOW, EXPERTS = 160, 4, 4, 2, 16, 96, 16, 8
+"""Sizes of a small model; those that a configuration has are never enlarged."""
+
+
+def shrink(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return a configuration with fewer layers, heads, columns, experts and tokens.
+
+    The family says which keys hold them.  Everything else stays: kinds of norms, activation,
+    rotation, biases, special fields of the architecture.
+
+    Parameters
+    ----------
+    config : mapping
+        Content of config.json.
+    family : Family
+        The family, whose rules name the keys.
+
+    Returns
+    -------
+    dict
+        The small configuration.
+    """
+    small = copy.deepcopy(dict(config))
+    sizes = {name: _value(small, family, name) for name in family.config}
+    heads, kv_heads = sizes.get("n_heads"), sizes.get("n_kv_heads")
+    if heads:
+        group = max(1, heads // (kv_heads or heads))
+        new_kv = 1 if kv_heads == 1 else KV_HEADS
+        new_heads = new_kv * min(group, 4) if kv_heads and kv_heads != heads else HEADS
+        new_heads = min(heads, new_heads)
+        _set(small, family, "n_heads", new_heads)
+        _set(
+            small, family, "n_kv_heads", new_heads if kv_heads == heads else min(new_kv, new_heads)
+        )
+        hidden = new_heads * HEAD_DIM
+        for name in ("hidden_size", "embed_size"):
+            if sizes.get(name) is not None and sizes[name] == sizes.get("hidden_size"):
+                _set(small, family, name, min(hidden, sizes[name]))
+        _lower(small, family, "head_dim", HEAD_DIM)
+    for name, most in (
+        ("vocab_size", VOCABULARY), ("n_layers", LAYERS), ("intermediate_size", WIDTH),
+        ("expert_size", WIDTH // 2), ("shared_size", WIDTH // 2), ("window", WINDOW),
+        ("type_vocab_size", 2),
+    ):  # fmt: skip
+        _lower(small, family, name, most)
+    per_token, groups = sizes.get("experts_per_token"), sizes.get("router_groups") or 1
+    if sizes.get("n_experts") and per_token:
+        wanted = -(-max(EXPERTS, 2 * per_token) // groups) * groups
+        _lower(small, family, "n_experts", wanted)
+    n_layers = _value(small, family, "n_layers")
+    for table in _tables(small, family):
+        for key, value in table.items():
+            if isinstance(value, list) and n_layers and len(value) == sizes.get("n_layers"):
+                table[key] = value[:n_layers]  # one entry per layer
+            elif key.endswith("_token_id") and isinstance(value, int | list):
+                table[key] = None  # beyond the small vocabulary
+    return small
+
+
+def _tables(config: dict[str, Any], family: Family) -> list[dict[str, Any]]:
+    """Return the tables of a configuration that hold the text model's keys, the inner first."""
+    inner = config.get(family.text_config) if family.text_config else None
+    return [inner, config] if isinstance(inner, dict) else [config]
+
+
+def _place(config: dict[str, Any], family: Family, name: str) -> tuple[dict[str, Any], str] | None:
+    """Return the table and the key that state a field as a number."""
+    for rule in family.config.get(name, ()):
+        for key in rule.keys:
+            for table in _tables(config, family):
+                *outer, last = key.split(".")
+                inner: Any = table
+                for part in outer:
+                    inner = inner.get(part) if isinstance(inner, dict) else None
+                value = inner.get(last) if isinstance(inner, dict) else None
+                if isinstance(value, int) and not isinstance(value, bool):
+                    return inner, last
+    return None
+
+
+def _value(config: dict[str, Any], family: Family, name: str) -> Any:
+    place = _place(config, family, name)
+    return None if place is None else place[0][place[1]]
+
+
+def _set(config: dict[str, Any], family: Family, name: str, value: int) -> None:
+    place = _place(config, family, name)
+    if place is not None:
+        place[0][place[1]] = value
+
+
+def _lower(config: dict[str, Any], family: Family, name: str, most: int) -> None:
+    value = _value(config, family, name)
+    if value is not None and value > most:
+        _set(config, family, name, most)
