@@ -78,7 +78,8 @@ Kind = Literal[
     "embedding", "norm", "sum_squares", "linear", "rope", "temperature", "copy_heads",
     "heads_linear", "append_kv", "attention", "cross_attention", "input", "activation", "gate",
     "conv", "sigmoid", "log_decay", "delta_rule", "mamba2", "gated_norm", "experts", "plugin",
-    "scale_rows", "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
+    "scale_rows", "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send",
+    "recv",
 ]  # fmt: skip
 _MAX_SHOWN = 4
 COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})
