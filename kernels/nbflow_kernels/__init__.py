@@ -5,9 +5,9 @@
 
 A NumPy array runs on the CPU, an array on a CUDA device runs there; arrays of other libraries
 (PyTorch, JAX, Numba) are taken as they are, and results are of their kind (`op_boundary`).  Names
-and conventions are FlashInfer's.  Each op is a folder with a readable reference (`reference.py`), the CPU kernel, the
-CUDA kernel and the test cases; `nbflow_kernels.op_registry` lists the
-names, `__init__.pyi` has their types.
+and conventions are FlashInfer's.  Each op is a folder with a readable reference (`reference.py`),
+the CPU kernel, the CUDA kernel and the test cases; `nbflow_kernels.op_registry` lists the names,
+`__init__.pyi` has their types.
 
 Imports are lazy: importing the package takes a few milliseconds, and the first use of a function
 imports Numba.  Two functions have the name of their folder (`matmul`, `embedding`): as attributes

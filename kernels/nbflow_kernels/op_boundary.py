@@ -25,7 +25,7 @@ import numpy as np
 
 from nbflow_kernels import op_registry
 from nbflow_kernels.array_exchange import dtype_name, exported, is_array, native
-from nbflow_kernels.arrays import is_cuda
+from nbflow_kernels.arrays import check_writable, is_cuda
 from nbflow_kernels.errors import UsageError
 
 _F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
@@ -100,6 +100,7 @@ class _Call:
     arguments: dict[str, Any]
     like: Any = None
     rounds_like: Any = None
+    rounds_to: str = ""
     wide_integers: bool = False
     taken: dict[int, _Taken] = field(default_factory=dict)
 
@@ -134,15 +135,16 @@ class _Call:
         memory = native(name, value)
         if memory is value:
             _ARRAYS.add(type(value))
-        dtype = dtype_name(value)
+        dtype = "bfloat16" if dtype_name(value) == "bfloat16" else memory.dtype.name
         if self.like is None:
             self.like = value
         if name in self.rules.writes:
-            _check_writable(name, memory)
+            check_writable(name, memory)
         used = memory
         widened = dtype in _HALF and self.rules.widens(name, dtype, self.arguments)
         if self.rounds_like is None and (widened or dtype == "float32"):
             self.rounds_like = value
+            self.rounds_to = dtype if widened and self.arguments.get("o_dtype") is None else ""
         if widened:
             used = _widened(name, memory, dtype)
         elif dtype == "int64" and name not in _INT64:
@@ -177,9 +179,7 @@ class _Call:
             return self.taken[id(result)].given
         if not is_array(result):
             return result
-        half = dtype_name(self.rounds_like) if rounds and result.dtype == _F32 else ""
-        if half not in _HALF or self.arguments.get("o_dtype") is not None:
-            half = ""
+        half = self.rounds_to if rounds and result.dtype == _F32 else ""
         if half:
             result = _rounded(result, half)
         elif self.wide_integers and result.dtype == _I32:
@@ -242,18 +242,16 @@ def _converted_call(rules: _Rules, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Convert the arguments of a call, call the function, and convert the results."""
     if rules.renamed:
         kwargs = {rules.renamed.get(name, name): value for name, value in kwargs.items()}
-    bound = rules.signature.bind(*args, **kwargs)
+    try:
+        bound = rules.signature.bind(*args, **kwargs)
+    except TypeError:
+        return rules.function(*args, **kwargs)  # raises it with the function's name
     call = _Call(rules, dict(bound.arguments))
     for name, value in bound.arguments.items():
         bound.arguments[name] = call.take(name, value)
     result = rules.function(*bound.args, **bound.kwargs)
     call.write_back()
     return call.give(result)
-
-
-def _check_writable(name: str, array: Any) -> None:
-    if isinstance(array, np.ndarray) and not array.flags.writeable:
-        raise UsageError(f"{name} is written to and must not be read-only; pass a copy")
 
 
 def _widened(name: str, memory: Any, half: str) -> Any:
@@ -288,5 +286,3 @@ def _int32(name: str, array: Any) -> Any:
         if low < -(2**31) or high >= 2**31:
             raise UsageError(f"{name} must fit in 32 bits, got {low if low < 0 else high}")
     return array.astype(np.int32)
-
-

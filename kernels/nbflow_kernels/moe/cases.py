@@ -120,7 +120,8 @@ def _combine(name: str, T: int, k: int, H: int, *, accumulate: bool = False) -> 
 
 def _layer(
     name: str, T: int, E: int, k: int, H: int, F: int, kind: str, *, separate: bool = False,
-    shared: str = "", activation: str = "silu", bias: bool = False, timed: bool = False,
+    shared: str = "", activation: str = "silu", bias: bool = False, gate_first: bool = True,
+    timed: bool = False,
 ) -> OpCase:  # fmt: skip
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         weights = rng.random((T, k), dtype=np.float32)
@@ -132,6 +133,8 @@ def _layer(
             "topk_ids": _ids(rng, T, E, k),
             "activation": activation,
         }
+        if not gate_first:
+            made["gate_first"] = False
         if separate:
             made["up"] = _weights(rng, E, F, H, kind)
         if shared:
@@ -212,6 +215,9 @@ CASES = [
     _layer("no_tokens", 0, 4, 2, 32, 32, "float32_array"),
     _layer("gpt_oss", 3, 4, 2, 64, 32, "q4", separate=True, activation="swigluoai", bias=True),
     _layer("biases", 3, 4, 2, 32, 24, "float32_array", activation="swigluoai", bias=True),
+    _layer(
+        "up_first", 3, 4, 2, 32, 24, "float32_array", shared="plain", bias=True, gate_first=False,
+    ),
     _layer("deepseek_moe_16b_1_token", 1, 64, 6, 2048, 1408, "q4", timed=True),
 ]  # fmt: skip
 """Every case of the family; see `nbflow_kernels.op_case.OpCase`."""
