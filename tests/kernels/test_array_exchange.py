@@ -148,6 +148,42 @@ def test_attention_in_bfloat16() -> None:
     np.testing.assert_array_equal(found[1].array, lse)
 
 
+def test_bfloat16_cache_with_its_format() -> None:
+    cache, q = _normal(2, 2, 4, 2, 32), _normal(2, 4, 32)
+    bits = f32_to_bf16(cache)
+    wrapper = nk.BatchDecodeWithPagedKVCacheWrapper()
+    table = [np.array(a, np.int32) for a in ([0, 1, 2], [1, 0], [4, 3])]
+    wrapper.plan(*table, 4, 2, 32, 4, kv_format="bf16")
+    wanted = wrapper.run(bf16_to_f32(f32_to_bf16(q)), bits)
+    found = wrapper.run(BFloat16(f32_to_bf16(q)), BFloat16(bits))
+    np.testing.assert_array_equal(found.array, f32_to_bf16(wanted))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_arrays_of_jax(dtype: str) -> None:
+    jnp = pytest.importorskip("jax.numpy", reason="needs JAX, which the tests do not install")
+    x = jnp.asarray(_normal(3, 8)).astype(dtype)
+    found = nk.silu(x)
+    assert isinstance(found, type(x))
+    assert found.dtype == x.dtype
+    wanted = jnp.asarray(nk.silu(np.asarray(x, np.float32))).astype(dtype)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+    with pytest.raises(UsageError, match="out is written to and must not be read-only"):
+        nk.silu(_normal(3, 8), out=jnp.zeros((3, 8), "float32"))
+
+
+def test_bfloat16_of_numpy() -> None:
+    ml_dtypes = pytest.importorskip(
+        "ml_dtypes", reason="needs ml_dtypes, which the tests do not install"
+    )
+    x = _normal(3, 8).astype(ml_dtypes.bfloat16)
+    found = nk.silu(x)
+    np.testing.assert_array_equal(found, nk.silu(x.astype(np.float32)).astype(x.dtype))
+    out = np.empty_like(x)
+    assert nk.silu(x, out=out) is out
+    np.testing.assert_array_equal(out, found)
+
+
 def test_out_of_another_dtype_and_library() -> None:
     x = _normal(2, 8)
     out = np.empty((2, 8), np.float16)

@@ -153,7 +153,7 @@ def test_replace_linears() -> None:
     found = model(_normal(2, 64))
     # q8 errs by 0.5 % of a product's root mean square; two layers, outputs below 1
     torch.testing.assert_close(found, wanted, rtol=0, atol=0.02)
-    with pytest.raises(UsageError, match="must have torch.nn.Linear layers besides those in skip"):
+    with pytest.raises(UsageError, match=r"must have torch\.nn\.Linear layers besides"):
         nt.replace_linears(model, "q8")
     broken = _Model()
     broken.blocks[1].weight.data[0, 0] = float("nan")
@@ -168,8 +168,8 @@ def test_straight_through_training_reduces_the_error() -> None:
     for _ in range(3):
         loss = (x @ nt.fake_quantize(w, "q4_0").T - goal).square().mean()
         (grad,) = torch.autograd.grad(loss, w)
-        losses.append(float(loss))
-        w = (w - 2.0 * grad).detach().requires_grad_()
+        losses.append(loss.item())
+        w = (w - 0.5 * grad).detach().requires_grad_()
     assert losses[2] < losses[1] < losses[0]
     stored = nk.quantize(w.detach(), "q4_0", quantizer="reference")
     np.testing.assert_array_equal(nt.fake_quantize(w, "q4_0").detach(), nk.dequantize(stored))

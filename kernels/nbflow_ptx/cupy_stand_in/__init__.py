@@ -36,7 +36,7 @@ from nbflow_ptx.cupy_stand_in.streams import (
 )
 from nbflow_ptx.emulator import Emulator, Result
 from nbflow_ptx.errors import LaunchError
-from nbflow_ptx.memory.device import WRITTEN, Allocation, Device
+from nbflow_ptx.memory.device import GLOBAL_BASE, WRITTEN, Allocation, Device
 from nbflow_ptx.threads.launch_layout import triple
 
 __version__ = "0 (nbflow_ptx stand-in)"
