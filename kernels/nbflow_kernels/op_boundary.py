@@ -218,9 +218,10 @@ def _wrapped(function: Callable[..., Any], family: str, op: str) -> Callable[...
 
     @functools.wraps(function)
     def op_call(*args: Any, **kwargs: Any) -> Any:
-        if _is_plain(args) and (not kwargs or _is_plain(kwargs.values())):
-            if not kwargs or renamed.keys().isdisjoint(kwargs):
-                return function(*args, **kwargs)
+        if _is_plain(args) and (
+            not kwargs or (_is_plain(kwargs.values()) and renamed.keys().isdisjoint(kwargs))
+        ):
+            return function(*args, **kwargs)
         return _converted_call(rules, args, kwargs)
 
     return op_call
