@@ -336,7 +336,8 @@ class QuantLinear(nn.Module):
         made = cls(linear.in_features, linear.out_features, format, False, activations)
         made.weight_bytes = torch.from_dlpack(np.ascontiguousarray(stored.data))
         made.bias = linear.bias
-        return made.train(linear.training)
+        made.train(linear.training)
+        return made
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ W.T + bias``, shape (..., out_features)."""
