@@ -7,6 +7,7 @@ held as the uint16 array of its bits.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from typing import Any
@@ -35,7 +36,12 @@ def is_native(array: object) -> bool:
 
 def dtype_name(array: Any) -> str:
     """Return the name of an array's dtype without the library's: ``float32``, ``bfloat16``."""
-    return str(array.dtype).rpartition(".")[2] if hasattr(array, "dtype") else ""
+    return _name_of(array.dtype) if hasattr(array, "dtype") else ""
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
+    return str(dtype).rpartition(".")[2]
 
 
 def native(name: str, array: Any) -> Any:

@@ -57,7 +57,7 @@ class _Rules:
     """Conversions of one public function."""
 
     function: Callable[..., Any]
-    signature: inspect.Signature
+    parameters: tuple[str, ...]
     family: str
     op: str
     renamed: dict[str, str]
@@ -135,7 +135,7 @@ class _Call:
         memory = native(name, value)
         if memory is value:
             _ARRAYS.add(type(value))
-        dtype = "bfloat16" if dtype_name(value) == "bfloat16" else memory.dtype.name
+        dtype = "bfloat16" if dtype_name(value) == "bfloat16" else dtype_name(memory)
         if self.like is None:
             self.like = value
         if name in self.rules.writes:
@@ -208,13 +208,12 @@ def _wrapped(function: Callable[..., Any], family: str, op: str) -> Callable[...
     """Return a function that converts arguments and results where they need it."""
     if hasattr(function, "__wrapped__"):
         return function
-    signature = inspect.signature(function)
+    parameters = tuple(inspect.signature(function).parameters)
     renamed = dict(_NAMES.get(op, {}))
-    first = next(iter(signature.parameters), "")
-    if family in ("norm", "activation") and first == "x":
-        renamed["input"] = first
+    if family in ("norm", "activation") and parameters[:1] == ("x",):
+        renamed["input"] = "x"
     writes = frozenset({"out", "lse", *op_registry.IN_PLACE.get(op, ())})
-    rules = _Rules(function, signature, family, op, renamed, writes)
+    rules = _Rules(function, parameters, family, op, renamed, writes)
 
     @functools.wraps(function)
     def op_call(*args: Any, **kwargs: Any) -> Any:
@@ -244,14 +243,14 @@ def _converted_call(rules: _Rules, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Convert the arguments of a call, call the function, and convert the results."""
     if rules.renamed:
         kwargs = {rules.renamed.get(name, name): value for name, value in kwargs.items()}
-    try:
-        bound = rules.signature.bind(*args, **kwargs)
-    except TypeError:
-        return rules.function(*args, **kwargs)  # raises it with the function's name
-    call = _Call(rules, dict(bound.arguments))
-    for name, value in bound.arguments.items():
-        bound.arguments[name] = call.take(name, value)
-    result = rules.function(*bound.args, **bound.kwargs)
+    given = dict(zip(rules.parameters, args, strict=False)) | kwargs
+    arguments = {name: given[name] for name in rules.parameters if name in given}
+    if len(arguments) < len(args) + len(kwargs):
+        return rules.function(*args, **kwargs)  # raises: an argument too many, unknown or twice
+    call = _Call(rules, arguments)
+    used = {name: call.take(name, value) for name, value in arguments.items()}
+    first = [used[name] for name in rules.parameters[: len(args)]]
+    result = rules.function(*first, **{name: used[name] for name in kwargs})
     call.write_back()
     return call.give(result)
 

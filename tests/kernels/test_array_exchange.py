@@ -247,6 +247,10 @@ def test_flashinfers_names_of_arguments() -> None:
     np.testing.assert_array_equal(nk.silu_and_mul(input=x), nk.silu_and_mul(x))
     with pytest.raises(TypeError, match="unexpected keyword argument 'inputs'"):
         nk.silu(inputs=x)
+    with pytest.raises(TypeError, match="multiple values for argument 'x'"):
+        nk.silu(x, input=x)
+    with pytest.raises(TypeError, match="takes from 1 to 2 positional arguments but 3"):
+        nk.silu(x, None, Foreign(x))
 
 
 def test_sampling_without_a_seed_draws_anew() -> None:
