@@ -3,10 +3,11 @@
     import nbflow_kernels as nk
     y = nk.rmsnorm(x, weight, eps=1e-5)
 
-A NumPy array runs on the CPU, an array on a CUDA device runs there.  Names and conventions are
-FlashInfer's.  Each op is a folder with a readable reference (`reference.py`), the CPU kernel, the
-CUDA kernel and the test cases; `nbflow_kernels.op_registry` lists the
-names, `__init__.pyi` has their types.
+A NumPy array runs on the CPU, an array on a CUDA device runs there; arrays of other libraries
+(PyTorch, JAX, Numba) are taken as they are, and results are of their kind (`op_boundary`).  Names
+and conventions are FlashInfer's.  Each op is a folder with a readable reference (`reference.py`),
+the CPU kernel, the CUDA kernel and the test cases; `nbflow_kernels.op_registry` lists the names,
+`__init__.pyi` has their types.
 
 Imports are lazy: importing the package takes a few milliseconds, and the first use of a function
 imports Numba.  Two functions have the name of their folder (`matmul`, `embedding`): as attributes
@@ -16,6 +17,7 @@ of this package they are the functions; import from the folder with
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from types import ModuleType
@@ -34,9 +36,17 @@ def __getattr__(name: str) -> Any:
         instead = next((i for first, i in FLASHINFER_INSTEAD.items() if name.startswith(first)), "")
         more = f"; use {instead}" if instead else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{more}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    value = _public(name, importlib.import_module(_MODULE_OF[name]))
     globals()[name] = value
     return value
+
+
+@functools.cache
+def _public(name: str, module: ModuleType) -> Any:
+    """Return the public form of a name: it takes arrays of any library."""
+    from nbflow_kernels.op_boundary import public
+
+    return public(name, getattr(module, name))
 
 
 def __dir__() -> list[str]:
@@ -49,7 +59,7 @@ class _Package(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _MODULE_OF and isinstance(value, ModuleType):
-            value = getattr(value, name)  # the import system sets `matmul` to the folder
+            value = _public(name, value)  # the import system sets `matmul` to the folder
         super().__setattr__(name, value)
 
 

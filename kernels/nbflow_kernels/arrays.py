@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,14 @@ def output(
     if out is None:
         return empty(like, shape, dtype)
     check_array("out", out, shape, dtype, rows=rows)
+    check_writable("out", out)
     return out
+
+
+def check_writable(name: str, array: Any) -> None:
+    """Raise if an array that is written to is read-only."""
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise UsageError(f"{name} is written to and must not be read-only; pass a copy")
 
 
 def on_device(array: Any, like: Any) -> Any:
@@ -131,6 +139,7 @@ def check_array(
     dtype: Any = np.float32,
     *,
     rows: bool = False,
+    any_stride: bool = False,
 ) -> None:
     """Raise unless `array` is a C-contiguous array of the expected shape and dtype.
 
@@ -146,6 +155,8 @@ def check_array(
         Expected dtype, or the allowed ones.
     rows : bool
         Allow any stride of axis 0, e.g. a slice of columns of a wider matrix.
+    any_stride : bool
+        Allow any stride of all axes but the last.
 
     Raises
     ------
@@ -169,8 +180,25 @@ def check_array(
         want_text = "(" + ", ".join("any" if s is None else str(s) for s in shape) + ")"
         raise UsageError(f"{name} must have shape {want_text}, got {tuple(array.shape)}")
     inner = array[:1] if rows else array
+    if any_stride:
+        inner = array[(slice(0, 1),) * (array.ndim - 1)]
     if not inner.flags.c_contiguous:
         raise UsageError(f"{name} must be C-contiguous; pass numpy.ascontiguousarray({name})")
+
+
+def as_rows(x: Any, out: Any, n: int) -> tuple[Any, Any, tuple[int, ...]]:
+    """Return activations (..., K) as rows (T, K), `out` (..., N) alike, and the result's shape.
+
+    Arrays of two axes, and what is not an array, are returned as they are.
+    """
+    if getattr(x, "ndim", 2) == 2:
+        return x, out, ()
+    check_array("x", x, (None,) * max(x.ndim, 1))
+    shape, T = (*x.shape[:-1], n), math.prod(x.shape[:-1])
+    if out is not None:
+        check_array("out", out, shape)
+        out = out.reshape(T, n)
+    return x.reshape(T, x.shape[-1]), out, shape
 
 
 def check_rows(name: str, array: Any) -> None:

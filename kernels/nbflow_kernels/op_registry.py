@@ -110,6 +110,55 @@ NUMPY_ON_CPU = (
 `embedding` decodes rows of a quantized table with the format's compiled kernel.
 """
 
+_ROPE_INPLACE = ("q", "k")
+_NORM_INPLACE = ("x", "residual")
+
+IN_PLACE: dict[str, tuple[str, ...]] = {
+    "fused_add_rmsnorm": _NORM_INPLACE,
+    "gemma_fused_add_rmsnorm": _NORM_INPLACE,
+    "fused_add_layernorm": _NORM_INPLACE,
+    "apply_rope_inplace": _ROPE_INPLACE,
+    "apply_rope_pos_ids_inplace": _ROPE_INPLACE,
+    "apply_llama31_rope_inplace": _ROPE_INPLACE,
+    "apply_llama31_rope_pos_ids_inplace": _ROPE_INPLACE,
+    "apply_rope_with_cos_sin_cache_inplace": ("query", "key"),
+    "append_paged_kv_cache": ("paged_kv_cache",),
+    "append_paged_mla_kv_cache": ("ckv_cache", "kpe_cache"),
+    "merge_state_in_place": ("v", "s"),
+    "causal_conv1d": ("state",),
+    "gated_delta_rule": ("state",),
+    "mamba1_scan": ("state",),
+    "mamba2_scan": ("state",),
+    "lightning_attention": ("state",),
+    "chain_speculative_sampling": (
+        "maybe_output_accepted_token_num", "maybe_output_emitted_draft_token_num",
+    ),
+    "apply_penalties": ("logits",),
+    "apply_no_repeat_ngram": ("logits",),
+    "apply_dry_penalty": ("logits",),
+    "apply_logit_bias": ("logits",),
+    "mask_token_ids": ("logits",),
+    "apply_token_bitmask": ("logits",),
+}  # fmt: skip
+"""Public ops to the arguments that they change; `out` and `lse` of all ops are changed too."""
+
+READS_HALF: dict[str, tuple[str, ...]] = {
+    "matmul": ("w",),
+    "embedding": ("table",),
+    "add_learned_positions": ("table",),
+    "gated_delta_rule": ("state",),
+    "grouped_matmul": ("weights",),
+    "SegmentGEMMWrapper": ("weights",),
+    "fused_moe": ("gate_up", "up", "down"),
+    "SharedExpert": ("gate_up", "up", "down"),
+}
+"""Arguments whose kernels read float16 and the bits of bfloat16; others are widened to float32."""
+
+FLOAT32_RESULTS = (
+    "mirostat_sampling_from_probs", "token_log_probs", "kl_divergence", "log_decay",
+)  # fmt: skip
+"""Ops whose results stay float32 for half-precision inputs: states and small differences."""
+
 SUPPORT: dict[str, tuple[str, ...]] = {
     "formats": ("FORMATS", "QuantFormat", "QuantTensor", "dequantize"),
     "quantizers": ("quantize",),

@@ -261,8 +261,8 @@ def single_run(
     """Check and plan the rows of one request."""
     check_array("q", q, (None, None, None), (np.float32, np.float16), rows=True)
     if kv_format is None:  # messages name `k` and `v`
-        check_array("k", k, (None, None, None), (np.float32, np.float16))
-        check_array("v", v, (None, None, None), (np.float32, np.float16))
+        for name, rows in (("k", k), ("v", v)):
+            check_array(name, rows, (None, None, None), (np.float32, np.float16), any_stride=True)
     formats = formats_of(k, v, kv_format)
     plan = _plan_one(q, k, v, options, formats, custom_mask, packed_custom_mask)
     kinds = (formats[0].kind, formats[1].kind)
@@ -291,10 +291,10 @@ def _plan_one(
     """Check keys and values; return a plan with all keys on one page."""
     T, H, D = q.shape
     heads_first = options.kv_layout == "HND"
-    check_array("k", k, (None, None, formats[0].row_length(D)), k.dtype)
+    check_array("k", k, (None, None, formats[0].row_length(D)), k.dtype, any_stride=True)
     N, G = k.shape[1::-1] if heads_first else k.shape[:2]
     check_heads(H, G, D)
-    check_array("v", v, (*k.shape[:2], None), v.dtype)
+    check_array("v", v, (*k.shape[:2], None), v.dtype, any_stride=True)
     same = v.shape[2] == formats[1].row_length(D)
     D_v = D if same else _size_of(v.shape[2], formats[1])
     return make_plan(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, check_together, is_cuda, output_array
+from nbflow_kernels.arrays import as_rows, check_array, check_together, is_cuda, output_array
 from nbflow_kernels.matmul import cpu, cuda
 
 __all__ = ["matmul"]
@@ -27,7 +27,7 @@ def matmul(
 
     Parameters
     ----------
-    x : array of float32, shape (T, K)
+    x : array of float32, shape (T, K) or (..., K)
         Activations.  A NumPy array runs on the CPU; an array on a CUDA device runs there.
     w : array of float32, float16 or uint16, shape (N, K)
         Weights, a row per output; uint16 holds the bits of bfloat16.
@@ -35,12 +35,12 @@ def matmul(
         Added to every row of the result.
     accumulate : bool
         Add to what `out` holds instead of replacing it.
-    out : array of float32, shape (T, N), optional
+    out : array of float32, shape (T, N) or (..., N), optional
         Where to write the result; it must not overlap `x`.
 
     Returns
     -------
-    array of float32, shape (T, N)
+    array of float32, shape (T, N) or (..., N)
         `out` if given, else a new array on the device of `x`.
 
     Raises
@@ -79,6 +79,9 @@ def matmul(
                 f"{w.format.name}; call qmatmul"
             )
     check_together(x=x, w=w, bias=bias, out=out)
+    check_array("w", w, (None, None), (np.float32, np.float16, np.uint16))
+    given = out
+    x, out, shape = as_rows(x, out, w.shape[0])
     check_array("x", x, (None, None))
     check_array("w", w, (None, x.shape[1]), (np.float32, np.float16, np.uint16))
     if bias is not None:
@@ -86,4 +89,6 @@ def matmul(
     out = output_array(x, (x.shape[0], w.shape[0]), out, accumulate)
     variant = cuda if is_cuda(x) else cpu
     variant.matmul(x, w, bias, bool(accumulate), out)
-    return out
+    if not shape:
+        return out
+    return out.reshape(shape) if given is None else given

@@ -120,7 +120,8 @@ def _combine(name: str, T: int, k: int, H: int, *, accumulate: bool = False) -> 
 
 def _layer(
     name: str, T: int, E: int, k: int, H: int, F: int, kind: str, *, separate: bool = False,
-    shared: str = "", activation: str = "silu", bias: bool = False, weigh_inputs: bool = False,
+    shared: str = "", activation: str = "silu", bias: bool = False, gate_first: bool = True,
+    weigh_inputs: bool = False,
     timed: bool = False,
 ) -> OpCase:  # fmt: skip
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
@@ -134,6 +135,8 @@ def _layer(
             "activation": activation,
             "weigh_inputs": weigh_inputs,
         }
+        if not gate_first:
+            made["gate_first"] = False
         if separate:
             made["up"] = _weights(rng, E, F, H, kind)
         if shared:
@@ -216,6 +219,9 @@ CASES = [
     _layer("biases", 3, 4, 2, 32, 24, "float32_array", activation="swigluoai", bias=True),
     _layer("limit", 3, 4, 2, 32, 24, "float32_array", activation="swigluoai:0.7", bias=True),
     _layer("llama4", 5, 4, 2, 32, 24, "float32_array", shared="plain", weigh_inputs=True),
+    _layer(
+        "up_first", 3, 4, 2, 32, 24, "float32_array", shared="plain", bias=True, gate_first=False,
+    ),
     _layer("deepseek_moe_16b_1_token", 1, 64, 6, 2048, 1408, "q4", timed=True),
 ]  # fmt: skip
 """Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

@@ -140,6 +140,7 @@ def fused_moe(
     *,
     up: Any = None,
     activation: str = "silu",
+    gate_first: bool = True,
     shared: SharedExpert | None = None,
     weigh_inputs: bool = False,
     gate_up_bias: NDArray[np.float32] | None = None,
@@ -159,8 +160,9 @@ def fused_moe(
     x : array of float32, shape (T, H)
         Tokens.
     gate_up : array, QuantTensor or sequence of them
-        Gate and up projection of each expert, (E, 2F, H) with the gate's rows first, in any form
-        that `grouped_matmul` takes; the gate alone, (E, F, H), if `up` is given.
+        Gate and up projection of each expert, (E, 2F, H) with the gate's rows first (see
+        `gate_first`), in any form that `grouped_matmul` takes; the gate alone, (E, F, H), if `up`
+        is given.
     down : array, QuantTensor or sequence of them
         Down projection of each expert, (E, H, F).
     topk_weights : array of float32, shape (T, k)
@@ -173,8 +175,11 @@ def fused_moe(
         As in the ops ``..._and_mul``: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"``, ...;
         ``"swigluoai"`` with the numbers of gpt-oss, gate and up not interleaved, or
         ``"swigluoai:4.5"`` with another limit.
+    gate_first : bool
+        The gate's rows of `gate_up` and its bias come first; False if those of the up projection
+        do, as in FlashInfer's and TensorRT-LLM's ``w3_w1``.
     shared : SharedExpert, optional
-        An expert of all tokens; its result is added.
+        An expert of all tokens, gate first; its result is added.
     weigh_inputs : bool
         Multiply the experts' inputs by `topk_weights`, not their outputs (Llama 4).
     gate_up_bias : array of float32, shape (E, 2F), optional
@@ -227,7 +232,9 @@ def fused_moe(
     T, H = x.shape
     check_array("topk_weights", topk_weights, (T, None))
     check_array("topk_ids", topk_ids, topk_weights.shape, np.int32)
-    act = _activation(activation, x)
+    if up is not None and not gate_first:
+        raise UsageError("gate_first=False is the order within gate_up; up is given by itself")
+    act = _activation(activation, x, gate_first)
     gates = list_matrices("gate_up", gate_up, H)[0]
     ups = None if up is None else list_matrices("up", up, H)[0]
     F = gates[0].shape[0] if up is not None else _half("gate_up", gates[0].shape[0])
@@ -257,7 +264,7 @@ def fused_moe(
     act(_projections(routed, gate_up, up, indptr, rows, (gate_up_bias, up_bias)), hidden)
     y = grouped_matmul(hidden, down, indptr, bias=down_bias)
     if shared is not None:
-        _run_shared(x, shared, act, out)
+        _run_shared(x, shared, _activation(activation, x, True), out)
     _device(x).combine(y, topk_weights, inverse, shared is not None, out)
     return out
 
@@ -339,12 +346,12 @@ def _shared_projections(x: Any, shared: SharedExpert, F: int) -> Any:
     return both
 
 
-def _activation(name: str, x: Any) -> Any:
+def _activation(name: str, x: Any, gate_first: bool) -> Any:
     """Return the launcher of a gated activation."""
     if name not in activation_cpu.GATED and swigluoai_limit(name) is None:
         raise unknown_name("activation", name, activation_cpu.GATED)
     glu = (activation_cuda if is_cuda(x) else activation_cpu).glu
-    return lambda both, hidden: glu(both, name, True, hidden)
+    return lambda both, hidden: glu(both, name, gate_first, hidden)
 
 
 def _half(name: str, n: int) -> int:

@@ -120,6 +120,11 @@ def _expert(
     return result
 
 
+def _swapped(columns: np.ndarray) -> np.ndarray:
+    """Exchange the halves of the columns."""
+    return np.roll(columns, columns.shape[-1] // 2, axis=-1)
+
+
 def fused_moe(
     x: np.ndarray,
     gate_up: Any,
@@ -129,6 +134,7 @@ def fused_moe(
     *,
     up: Any = None,
     activation: str = "silu",
+    gate_first: bool = True,
     shared: Any = None,
     weigh_inputs: bool = False,
     gate_up_bias: np.ndarray | None = None,
@@ -137,6 +143,9 @@ def fused_moe(
 ) -> np.ndarray:
     """See `nbflow_kernels.fused_moe`."""
     gates, downs = _matrices(gate_up), _matrices(down)
+    if not gate_first:
+        gates = [_swapped(gate.T).T for gate in gates]
+        gate_up_bias = None if gate_up_bias is None else _swapped(gate_up_bias)
     ups = [None] * len(gates) if up is None else _matrices(up)
     out = np.zeros(x.shape)
     if shared is not None:

@@ -59,6 +59,10 @@ def _pos_ids(T: int, H: int, G: int, D: int, **options: Any) -> Callable[..., di
     return inputs
 
 
+def _turned_back(rng: np.random.Generator) -> dict[str, Any]:
+    return {**_pos_ids(6, 2, 1, 32)(rng), "pos_ids": np.arange(-4, 2, dtype=np.int32)}
+
+
 def _ragged(**options: Any) -> Callable[[np.random.Generator], dict[str, Any]]:
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         return {
@@ -208,6 +212,7 @@ CASES = [
         "all_options",
         _pos_ids(6, 4, 2, 40, rotary_dim=24, interleave=True, rope_scale=8.0, rope_theta=5e5),
     ),
+    _apply("apply_rope_pos_ids", "turned_back", _turned_back),
     _apply("apply_rope_pos_ids_inplace", "scaled", _pos_ids(6, 4, 2, 32, rope_scale=2.0)),
     _apply("apply_rope", "ragged", _ragged()),
     _apply("apply_rope", "interleaved", _ragged(interleave=True)),

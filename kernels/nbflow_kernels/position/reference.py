@@ -191,8 +191,10 @@ def _turn(
     scaling: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     width = q.shape[-1] if rotary_dim is None else rotary_dim
-    n = int(pos_ids.max(initial=0)) + 1
-    cache = rope_cos_sin_cache(n, width, theta=theta, scaling=scaling)[pos_ids]
+    steps = np.abs(pos_ids)
+    n = int(steps.max(initial=0)) + 1
+    cache = rope_cos_sin_cache(n, width, theta=theta, scaling=scaling)[steps]
+    cache[:, width // 2 :] *= np.where(pos_ids < 0, -1.0, 1.0)[:, None]
     return _rotate(q, cache, not interleave), _rotate(k, cache, not interleave)
 
 

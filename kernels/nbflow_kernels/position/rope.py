@@ -226,7 +226,8 @@ def apply_rope_pos_ids(
     q, k : array of float32, shapes (T, H, D) and (T, G, D)
         Query and key rows, with any row stride.
     pos_ids : array of int32, shape (T,)
-        Position of each row, not negative.
+        Position of each row.  A negative one rotates back: rows at position p, rotated again by
+        d, are those of position p + d.
     rotary_dim : int, optional
         Number of leading elements of each head to rotate, even; D by default.
     interleave : bool
@@ -379,8 +380,6 @@ def rotate(
     check_array("q", q, (None, None, None), rows=True)
     check_array("k", k, (len(q), None, q.shape[2]), rows=True)
     check_array("pos_ids", pos_ids, (len(q),), np.int32)
-    if len(q) and not is_cuda(pos_ids) and pos_ids.min() < 0:
-        raise UsageError(f"pos_ids must not be negative, got {pos_ids.min()}")
     width = q.shape[2] if rotary_dim is None else rotary_dim
     if width < 2 or width % 2 or width > q.shape[2]:
         raise UsageError(f"rotary_dim must be even and 2..{q.shape[2]}, got {width}")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, check_together, is_cuda, output_array
+from nbflow_kernels.arrays import as_rows, check_array, check_together, is_cuda, output_array
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.quantized_matmul import cpu, cuda
@@ -33,7 +33,7 @@ def qmatmul(
 
     Parameters
     ----------
-    x : array of float32, shape (T, K)
+    x : array of float32, shape (T, K) or (..., K)
         Activations.  A NumPy array runs on the CPU; an array on a CUDA device runs there.
     w : QuantTensor, shape (N, K)
         Weights, a row per output, in any format of `nbflow_kernels.FORMATS`.
@@ -48,12 +48,12 @@ def qmatmul(
         "int8" quantizes `x` to 8 bits with a scale per 32 columns and multiplies integers: 2 to 4
         times as fast for many rows, with an error of 0.5 % of the result's root mean square.  It
         needs weights in a block format.
-    out : array of float32, shape (T, N), optional
+    out : array of float32, shape (T, N) or (..., N), optional
         Where to write the result; it must not overlap `x`.
 
     Returns
     -------
-    array of float32, shape (T, N)
+    array of float32, shape (T, N) or (..., N)
         `out` if given, else a new array on the device of `x`.
 
     Raises
@@ -111,10 +111,14 @@ def qmatmul(
             "use activations='f32'"
         )
     check_together(x=x, w=w, bias=bias, out=out)
+    given = out
+    x, out, shape = as_rows(x, out, w.shape[0])
     check_array("x", x, (None, w.shape[1]), rows=True)
     if bias is not None:
         check_array("bias", bias, (w.shape[0],))
     out = output_array(x, (x.shape[0], w.shape[0]), out, accumulate, rows=True)
     variant = cuda if is_cuda(x) else cpu
     variant.qmatmul(x, w, bias, bool(accumulate), activations, out)
-    return out
+    if not shape:
+        return out
+    return out.reshape(shape) if given is None else given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,8 @@ def rows_of(indices: Any, R: int, name: str) -> Any:
 
 
 def streams(seed: Any, offset: Any, B: int) -> tuple[Any, Any]:
-    """Return seed and offset of each row, uint64 (B,)."""
+    """Return seed and offset of each row, uint64 (B,); without a seed, one of the system's."""
+    seed = secrets.randbits(63) if seed is None else seed
     columns: list[Any] = []
     n_axes = 0
     for name, value in (("seed", seed), ("offset", offset)):

@@ -93,7 +93,7 @@ def argmax(logits: Any) -> Any:
 
 
 def sampling_from_logits(
-    logits: Any, *, temperature: Any = None, seed: Any, offset: Any = 0, indices: Any = None
+    logits: Any, indices: Any = None, *, temperature: Any = None, seed: Any = None, offset: Any = 0
 ) -> Any:
     """Draw a token from the softmax of each row of logits.
 
@@ -137,12 +137,12 @@ def top_k_top_p_sampling_from_logits(
     logits: Any,
     top_k: Any,
     top_p: Any,
+    indices: Any = None,
     *,
     filter_apply_order: str = "top_k_first",
     temperature: Any = None,
-    seed: Any,
+    seed: Any = None,
     offset: Any = 0,
-    indices: Any = None,
 ) -> Any:
     """Draw a token from the softmax of each row of logits after top-k and top-p.
 

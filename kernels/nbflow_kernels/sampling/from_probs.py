@@ -28,20 +28,23 @@ def check_order(order: str) -> bool:
     return order == "top_k_first"
 
 
-def sampling_from_probs(probs: Any, *, seed: Any, offset: Any = 0, indices: Any = None) -> Any:
+def sampling_from_probs(
+    probs: Any, indices: Any = None, *, seed: Any = None, offset: Any = 0
+) -> Any:
     """Draw a token from each row of probabilities.
 
     Parameters
     ----------
     probs : array of float32, shape (R, V)
         Probabilities, not negative; a row need not sum to 1.
-    seed : int or array of integers, shape (B,)
-        Key of the random stream, 64 bits.
+    indices : array of int32, shape (B,), optional
+        The row of `probs` for each draw; by default row i for draw i.
+    seed : int or array of integers, shape (B,), optional
+        Key of the random stream, 64 bits; by default the operating system's random number, so that
+        every call draws others.
     offset : int or array of integers, shape (B,)
         Counter in the stream, 64 bits.  If both are single numbers, row i draws at ``offset + i``,
         so that rows differ; add B before the next call.
-    indices : array of int32, shape (B,), optional
-        The row of `probs` for each draw; by default row i for draw i.
 
     Returns
     -------
@@ -71,7 +74,7 @@ def sampling_from_probs(probs: Any, *, seed: Any, offset: Any = 0, indices: Any 
 
 
 def top_k_sampling_from_probs(
-    probs: Any, top_k: Any, *, seed: Any, offset: Any = 0, indices: Any = None
+    probs: Any, top_k: Any, indices: Any = None, *, seed: Any = None, offset: Any = 0
 ) -> Any:
     """Draw a token from the `top_k` most likely ones of each row.
 
@@ -93,7 +96,7 @@ def top_k_sampling_from_probs(
 
 
 def top_p_sampling_from_probs(
-    probs: Any, top_p: Any, *, seed: Any, offset: Any = 0, indices: Any = None
+    probs: Any, top_p: Any, indices: Any = None, *, seed: Any = None, offset: Any = 0
 ) -> Any:
     """Draw a token from the fewest most likely ones whose sum reaches `top_p`.
 
@@ -115,7 +118,7 @@ def top_p_sampling_from_probs(
 
 
 def min_p_sampling_from_probs(
-    probs: Any, min_p: Any, *, seed: Any, offset: Any = 0, indices: Any = None
+    probs: Any, min_p: Any, indices: Any = None, *, seed: Any = None, offset: Any = 0
 ) -> Any:
     """Draw a token from those at least `min_p` times as likely as the most likely one.
 
@@ -140,11 +143,11 @@ def top_k_top_p_sampling_from_probs(
     probs: Any,
     top_k: Any,
     top_p: Any,
+    indices: Any = None,
     *,
     filter_apply_order: str = "top_k_first",
-    seed: Any,
+    seed: Any = None,
     offset: Any = 0,
-    indices: Any = None,
 ) -> Any:
     """Draw a token that passes both filters.
 
@@ -169,7 +172,7 @@ def top_k_top_p_sampling_from_probs(
 
 
 def typical_sampling_from_probs(
-    probs: Any, typical_p: Any, *, seed: Any, offset: Any = 0, indices: Any = None
+    probs: Any, typical_p: Any, indices: Any = None, *, seed: Any = None, offset: Any = 0
 ) -> Any:
     r"""Draw a token from the locally typical ones of each row.
 
@@ -205,11 +208,11 @@ def typical_sampling_from_probs(
 def tail_free_sampling_from_probs(
     probs: Any,
     z: Any,
+    indices: Any = None,
     *,
     first_counts: bool = True,
-    seed: Any,
+    seed: Any = None,
     offset: Any = 0,
-    indices: Any = None,
 ) -> Any:
     r"""Draw a token from those before the flat tail of each row.
 
@@ -253,12 +256,12 @@ def tail_free_sampling_from_probs(
 def mirostat_sampling_from_probs(
     probs: Any,
     mu: Any,
+    indices: Any = None,
     *,
     tau: Any = 5.0,
     eta: Any = 0.1,
-    seed: Any,
+    seed: Any = None,
     offset: Any = 0,
-    indices: Any = None,
 ) -> tuple[Any, Any]:
     r"""Draw a token by Mirostat 2.0, which controls the surprise of the text.
 

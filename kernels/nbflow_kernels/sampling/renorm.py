@@ -142,7 +142,7 @@ def xtc_renorm_probs(
     probability: Any,
     threshold: Any,
     *,
-    seed: Any,
+    seed: Any = None,
     offset: Any = 0,
     out: Any = None,
 ) -> Any:

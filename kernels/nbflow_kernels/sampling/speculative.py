@@ -18,7 +18,7 @@ def chain_speculative_sampling(
     maybe_output_accepted_token_num: Any = None,
     maybe_output_emitted_draft_token_num: Any = None,
     *,
-    seed: Any,
+    seed: Any = None,
     offset: Any = 0,
 ) -> tuple[Any, Any, Any]:
     r"""Accept or resample a chain of draft tokens so that the target's distribution results.

@@ -36,7 +36,7 @@ from nbflow_ptx.cupy_stand_in.streams import (
 )
 from nbflow_ptx.emulator import Emulator, Result
 from nbflow_ptx.errors import LaunchError
-from nbflow_ptx.memory.device import WRITTEN, Allocation, Device
+from nbflow_ptx.memory.device import GLOBAL_BASE, WRITTEN, Allocation, Device
 from nbflow_ptx.threads.launch_layout import triple
 
 __version__ = "0 (nbflow_ptx stand-in)"
@@ -348,11 +348,24 @@ def asarray(a: Any, dtype: Any = None, order: str = "C") -> ndarray:
     """Return an array on the device with the contents of `a`."""
     if isinstance(a, ndarray) and (dtype is None or a.dtype == np.dtype(dtype)):
         return a
+    if dtype is None and hasattr(a, "__cuda_array_interface__") and not isinstance(a, np.ndarray):
+        return _shared(a.__cuda_array_interface__)
     not_while_capturing("a copy from host memory that is not pinned")
     host = np.asarray(_host(a), dtype)
     made = _new(host.shape, host.dtype, order, written=True)
     made._view[...] = host
     return made
+
+
+def _shared(interface: dict[str, Any]) -> ndarray:
+    """Return an array of emulated memory that an array of another type points to."""
+    device, start = _State.device, interface["data"][0] - GLOBAL_BASE
+    place = device.nearest(start)
+    if place is None or not place.start <= start <= place.start + place.nbytes:
+        raise ValueError(f"no emulated array at address {interface['data'][0]:#x}")
+    shape, kind = interface["shape"], np.dtype(interface["typestr"])
+    view: np.ndarray = np.ndarray(shape, kind, device.heap, start, interface.get("strides"))
+    return ndarray(view, place, device)
 
 
 def array(obj: Any, dtype: Any = None, copy: bool = True) -> ndarray:

@@ -124,8 +124,6 @@ def test_wrong_numbers_are_named() -> None:
     q = rows(0, 2, 1, 8)
     with pytest.raises(UsageError, match=r"rotary_dim must be even and 2\.\.8, got 10"):
         apply_rope_pos_ids(q, q, ints(0, 1), rotary_dim=10)
-    with pytest.raises(UsageError, match="pos_ids must not be negative, got -1"):
-        apply_rope_pos_ids(q, q, ints(0, -1))
     with pytest.raises(UsageError, match="rope_theta and rope_scale must be positive"):
         apply_rope_pos_ids(q, q, ints(0, 1), rope_scale=0.0)
     with pytest.raises(UsageError, match="indptr must end at the number of rows, 2, got 3"):

@@ -1,0 +1,289 @@
+"""The boundary of the public ops: any library's arrays and half precision in, the same out.
+
+Kernels take NumPy and CuPy arrays, most of them of float32 and int32.  `public` wraps a function or
+the methods of a class, so that a call may pass
+
+- arrays of any library with DLPack or the CUDA array interface, without a copy; results are of the
+  library of the first array;
+- float16 and bfloat16 where a kernel computes in float32: widened before the call, and results
+  are rounded to the type of the first array of floats;
+- int64 indices: copied as int32, after a check of their range;
+- FlashInfer's names of arguments.
+
+A call with NumPy or CuPy arrays of float32 and int32 goes to the function at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import op_registry
+from nbflow_kernels.array_exchange import dtype_name, exported, is_array, native
+from nbflow_kernels.arrays import check_writable, is_cuda
+from nbflow_kernels.errors import UsageError
+
+_F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
+_HALF = ("float16", "bfloat16")
+
+_ARRAYS: set[type] = {np.ndarray}
+"""Types of native arrays seen so far."""
+_PLAIN: set[type] = {int, float, bool, str, bytes, type(None), np.float32, np.int32}
+"""Types that are neither arrays nor hold any, seen so far."""
+
+_ATTENTION = ("attention", "kv_cache", "masks")
+"""Families whose kernels read float16 and, as `kv_format`, bfloat16."""
+_FLOAT32_ROWS = {
+    "append_paged_kv_cache": ("append_key", "append_value"),
+    "append_paged_mla_kv_cache": ("append_ckv", "append_kpe"),
+    "merge_state": ("v_a", "v_b"),
+    "merge_state_in_place": ("v", "v_other"),
+    "merge_states": ("v",),
+}
+_ATTENTION_ROWS = ("q", "k", "v", "q_nope", "q_pe", "out", "sinks")
+"""Arguments of attention that are widened from bfloat16; their kernels read float16."""
+_INT64 = ("seed", "offset")
+_NAMES = {"layernorm": {"gemma": "weight", "beta": "bias"}}
+"""FlashInfer's names of arguments to those of here; `input` is the first one of norms etc."""
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """Conversions of one public function."""
+
+    function: Callable[..., Any]
+    parameters: tuple[str, ...]
+    family: str
+    op: str
+    renamed: dict[str, str]
+    writes: frozenset[str]
+
+    def widens(self, name: str, half: str, arguments: dict[str, Any]) -> bool:
+        """Return True if an argument of float16 or bfloat16 becomes a float32 copy."""
+        if name in op_registry.READS_HALF.get(self.op, ()):
+            return False
+        if self.family not in _ATTENTION:
+            return self.family != "quantizers" or half == "bfloat16"
+        if name in _FLOAT32_ROWS.get(self.op, ()):
+            return True
+        if half == "float16" or name not in _ATTENTION_ROWS:
+            return False
+        return name not in "kv" or arguments.get("kv_format") is None
+
+    @property
+    def rounds_results(self) -> bool:
+        """Return True if results take the half-precision type of the arguments."""
+        return self.op not in op_registry.FLOAT32_RESULTS and self.family != "quantizers"
+
+
+@dataclass
+class _Taken:
+    """An argument: the caller's object, its memory, and what the function gets."""
+
+    given: Any
+    memory: Any
+    used: Any
+    dtype: str = ""
+    written: bool = False
+
+
+@dataclass
+class _Call:
+    """Conversions of one call."""
+
+    rules: _Rules
+    arguments: dict[str, Any]
+    like: Any = None
+    rounds_like: Any = None
+    rounds_to: str = ""
+    wide_integers: bool = False
+    taken: dict[int, _Taken] = field(default_factory=dict)
+
+    def take(self, name: str, value: Any) -> Any:
+        """Return what the function gets for an argument."""
+        if type(value) in _PLAIN:
+            return value
+        if isinstance(value, tuple | list):
+            return self._take_sequence(name, value)
+        if is_array(value):
+            return self._take_array(name, value)
+        if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+            return str(value).rpartition(".")[2]
+        _PLAIN.add(type(value))
+        return value
+
+    def _take_sequence(self, name: str, values: Any) -> Any:
+        if not any(is_array(v) for v in values[:2]):  # e.g. lists of ids
+            return values
+        used = [self.take(name, v) for v in values]
+        if all(a is b for a, b in zip(values, used, strict=True)):
+            return values
+        made = type(values)(*used) if hasattr(values, "_fields") else type(values)(used)
+        self.taken[id(made)] = _Taken(values, values, made)
+        return made
+
+    def _take_array(self, name: str, value: Any) -> Any:
+        found = next((t for t in self.taken.values() if t.given is value), None)
+        if found is not None:
+            found.written |= name in self.rules.writes
+            return found.used
+        memory = native(name, value)
+        if memory is value:
+            _ARRAYS.add(type(value))
+        dtype = "bfloat16" if dtype_name(value) == "bfloat16" else dtype_name(memory)
+        if self.like is None:
+            self.like = value
+        if name in self.rules.writes:
+            check_writable(name, memory)
+        used = memory
+        widened = dtype in _HALF and self.rules.widens(name, dtype, self.arguments)
+        if self.rounds_like is None and (widened or dtype == "float32"):
+            self.rounds_like = value
+            self.rounds_to = dtype if widened and self.arguments.get("o_dtype") is None else ""
+        if widened:
+            used = _widened(name, memory, dtype)
+        elif dtype == "int64" and name not in _INT64:
+            used = _int32(name, memory)
+            self.wide_integers |= name == "indices"
+        else:
+            dtype = ""
+        written = name in self.rules.writes
+        self.taken[id(used)] = _Taken(value, memory, used, dtype, written)
+        return used
+
+    def write_back(self) -> None:
+        """Round what was changed in place to the caller's memory."""
+        for taken in self.taken.values():
+            if taken.written and taken.used is not taken.memory:
+                taken.memory[...] = _rounded(taken.used, taken.dtype)
+
+    def give(self, result: Any) -> Any:
+        """Return the caller's form of a result."""
+        if id(result) in self.taken:
+            return self.taken[id(result)].given
+        if type(result) in (tuple, list):
+            first = result[:1] if self.rules.family == "attention" else result
+            rest = result[len(first) :]
+            return type(result)(
+                [*(self.give(v) for v in first), *(self._give_array(v, False) for v in rest)]
+            )
+        return self._give_array(result, self.rules.rounds_results)
+
+    def _give_array(self, result: Any, rounds: bool) -> Any:
+        if id(result) in self.taken:
+            return self.taken[id(result)].given
+        if not is_array(result):
+            return result
+        half = self.rounds_to if rounds and result.dtype == _F32 else ""
+        if half:
+            result = _rounded(result, half)
+        elif self.wide_integers and result.dtype == _I32:
+            result = result.astype(np.int64)
+        like = self.rounds_like if half else self.like
+        return result if like is None else exported(result, like, bfloat16=half == "bfloat16")
+
+
+def public(name: str, value: Any) -> Any:
+    """Return a public function, or a class with its methods, that takes arrays of any library."""
+    families = {n: f for f, names in op_registry.FAMILIES.items() for n in names}
+    family = families.get(name, "quantizers" if name == "quantize" else "")
+    if not family:
+        return value
+    if not inspect.isclass(value):
+        return _wrapped(value, family, name)
+    for base in value.__mro__:
+        if base.__module__.startswith("nbflow_kernels."):
+            for member, function in list(vars(base).items()):
+                if inspect.isfunction(function) and (member == "__init__" or member[0] != "_"):
+                    setattr(base, member, _wrapped(function, family, name))
+    return value
+
+
+def _wrapped(function: Callable[..., Any], family: str, op: str) -> Callable[..., Any]:
+    """Return a function that converts arguments and results where they need it."""
+    if hasattr(function, "__wrapped__"):
+        return function
+    parameters = tuple(inspect.signature(function).parameters)
+    renamed = dict(_NAMES.get(op, {}))
+    if family in ("norm", "activation") and parameters[:1] == ("x",):
+        renamed["input"] = "x"
+    writes = frozenset({"out", "lse", *op_registry.IN_PLACE.get(op, ())})
+    rules = _Rules(function, parameters, family, op, renamed, writes)
+
+    @functools.wraps(function)
+    def op_call(*args: Any, **kwargs: Any) -> Any:
+        if _is_plain(args) and (
+            not kwargs or (_is_plain(kwargs.values()) and renamed.keys().isdisjoint(kwargs))
+        ):
+            return function(*args, **kwargs)
+        return _converted_call(rules, args, kwargs)
+
+    return op_call
+
+
+def _is_plain(values: Iterable[Any]) -> bool:
+    """Return True if the function takes all values as they are."""
+    for value in values:
+        kind = type(value)
+        if kind in _ARRAYS:
+            dtype = value.dtype
+            if dtype is not _F32 and dtype is not _I32:
+                return False
+        elif kind not in _PLAIN:
+            return False
+    return True
+
+
+def _converted_call(rules: _Rules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Convert the arguments of a call, call the function, and convert the results."""
+    if rules.renamed:
+        kwargs = {rules.renamed.get(name, name): value for name, value in kwargs.items()}
+    given = dict(zip(rules.parameters, args, strict=False)) | kwargs
+    arguments = {name: given[name] for name in rules.parameters if name in given}
+    if len(arguments) < len(args) + len(kwargs):
+        return rules.function(*args, **kwargs)  # raises: an argument too many, unknown or twice
+    call = _Call(rules, arguments)
+    used = {name: call.take(name, value) for name, value in arguments.items()}
+    first = [used[name] for name in rules.parameters[: len(args)]]
+    result = rules.function(*first, **{name: used[name] for name in kwargs})
+    call.write_back()
+    return call.give(result)
+
+
+def _widened(name: str, memory: Any, half: str) -> Any:
+    """Return a C-contiguous float32 copy of float16 numbers, or of bits of bfloat16."""
+    if is_cuda(memory) and half == "float16":
+        return memory.astype(np.float32)
+    if half == "float16":
+        return memory.astype(np.float32, order="C")
+    if is_cuda(memory):
+        raise UsageError(
+            f"{name}: bfloat16 on a CUDA device is taken for weights and caches only; pass "
+            "float32 or float16"
+        )
+    wide = np.left_shift(memory, 16, dtype=np.uint32, order="C")
+    return wide.view(np.float32)
+
+
+def _rounded(array: Any, dtype: str) -> Any:
+    """Return an array in the dtype of the caller's: float32 rounded, int32 widened."""
+    if dtype == "bfloat16":
+        from nbflow_kernels.cpu.interpreter.memory import f32_to_bf16
+
+        return f32_to_bf16(array)
+    with np.errstate(over="ignore"):  # float16: larger numbers are infinite, as in every library
+        return array.astype(dtype)
+
+
+def _int32(name: str, array: Any) -> Any:
+    """Return indices as int32; their range is not checked on a device, which would wait."""
+    if not is_cuda(array) and array.size:
+        low, high = int(array.min()), int(array.max())
+        if low < -(2**31) or high >= 2**31:
+            raise UsageError(f"{name} must fit in 32 bits, got {low if low < 0 else high}")
+    return array.astype(np.int32)
