@@ -78,7 +78,7 @@ def _nameless(path: Path, family: Family) -> list[str]:
     if family.layers.keys() != LAYER_KINDS.keys():  # a layer of each kind
         kinds = family.structure.get("layer_types") or tuple(family.layers)
         numbers |= {"layer_types": kinds, "n_layers": len(kinds)}
-        recurrent = ("conv_", "linear_", "ssm_")
+        recurrent = ("conv_", "linear_", "mamba1_", "ssm_")
         numbers |= {name: 2 for name in FIELDS if name.startswith(recurrent)}
     encoder = encoder_of(family)
 

@@ -73,6 +73,8 @@ class ConfigRule:
     kinds: tuple[str, ...] = ()
     """Of layer_types, for a key that holds numbers of layers, or n for every n-th layer: the kind
     of these layers, then the kind of the others."""
+    offset: str | None = None
+    """Key of the first of every n layers, for `kinds`; n - 1 without it."""
 
 
 @dataclass(frozen=True)
@@ -272,6 +274,7 @@ def config_keys(family: Family) -> list[str]:
     for rules in family.config.values():
         for rule in rules:
             names += [*rule.keys, *rule.when, *_NAME.findall(rule.formula or "")]
+            names += [rule.offset] if rule.offset else []
     encoder = encoder_of(family)
     if encoder is not None:
         names += config_keys(encoder)
@@ -356,7 +359,7 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
     example = rule if isinstance(rule, str) else "key of config.json"
     check_keys(rule, at, ConfigRule.__dataclass_fields__, f'keys = ["{example:.40}"]')
     same_as, default, formula = (rule.get(key) for key in ("same_as", "default", "formula"))
-    stored = rule.get("stored")
+    stored, offset = rule.get("stored"), rule.get("offset")
     if same_as is not None and same_as not in above:
         raise UsageError(f"{at}: {same_as!r} must be a field listed above it")
     kinds = strings(rule.get("kinds", []), f"{at} kinds")
@@ -380,4 +383,5 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
         when=check_keys(rule.get("when", {}), f"{at} when", rule.get("when", {})),
         stored=None if stored is None else check_value(stored, f"{at} stored", str),
         kinds=kinds,
+        offset=None if offset is None else check_value(offset, f"{at} offset", str),
     )
