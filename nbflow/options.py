@@ -204,11 +204,21 @@ class EngineOptions(OptionSet):
         shown="as much as the sequences can use, at most half of the free memory",
     )  # fmt: skip
     prefix_cache: bool = option(True, "share KV pages of common prompt prefixes")
+    prefix_states: int = option(
+        8, "recurrent states kept at page borders of prompts, for the prefix cache", low=0,
+        high=MAX_INT,
+        more="Only models with recurrent layers have them; 0 turns their prefix cache off.",
+    )  # fmt: skip
     on_failure: Literal["continue", "stop"] = option(
         "continue", "with replicas: continue on the others after one fails, or stop",
         metavar="POLICY",
         more="Requests of the failed replica end with an error either way.",
     )  # fmt: skip
+
+    @property
+    def n_prefix_states(self) -> int:
+        """Recurrent states that the prefix cache keeps."""
+        return self.prefix_states if self.prefix_cache else 0
 
 
 @dataclass(frozen=True)

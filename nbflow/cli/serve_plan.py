@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from nbflow.distributed import world
 from nbflow.engine.load import measure
 from nbflow.options import MAX_SEQUENCES
@@ -39,16 +41,17 @@ def model_plan(options: ModelOptions) -> MemoryPlan:
     load = options.load_options()
     if engine.max_step_tokens is not None:
         load = load.replaced({"max_step_tokens": engine.max_step_tokens})
-    sequences = engine.max_sequences or MAX_SEQUENCES
-    plan = plan_memory(options.path, load, max_sequences=sequences, measure=measure)
+    sizes: dict[str, Any] = {
+        "max_sequences": engine.max_sequences or MAX_SEQUENCES,
+        "prefix_states": engine.n_prefix_states,
+    }
+    plan = plan_memory(options.path, load, measure=measure, **sizes)
     needed = max(rank.kv_bytes for rank in plan.ranks)
     allowed = engine.kv_bytes or available_memory_bytes() // (2 * len(plan.ranks))
     if engine.kv_bytes is None and needed <= allowed:
         return plan
     partition = plan.partition if options.partition == "auto" else options.partition
-    return plan_memory(
-        options.path, load, max_sequences=sequences, kv_bytes=allowed, partition=partition
-    )
+    return plan_memory(options.path, load, kv_bytes=allowed, partition=partition, **sizes)
 
 
 def draft_plan(options: ModelOptions) -> MemoryPlan:

@@ -56,7 +56,7 @@ class RankPlan:
     shared: Range = (0, 0)
     """Range of columns of the shared expert."""
     channels: Range = (0, 0)
-    """Range of channels of gated short convolutions."""
+    """Range of channels of gated short convolutions, or of Mamba-1."""
     linear_heads: Range = (0, 0)
     """Range of key heads of linear attention, each with its value heads, or of groups of heads of
     state-space layers."""
@@ -235,12 +235,15 @@ def _split_experts(
 def _split_recurrent(
     spec: ModelSpec, shares: Sequence[float], block_size: int, partition: str
 ) -> tuple[list[Range], list[Range]]:
-    """Return the channels of short convolutions of each rank, and its recurrent heads."""
+    """Return the channels of each rank (short convolutions, Mamba-1), and its recurrent heads."""
     n = len(shares)
     channels = heads = [(0, 0)] * n
     if "short_conv" in spec.mixers:
         size = spec.hidden_size
         channels = _split_aligned(size, shares, block_size, "hidden_size", partition)
+    if spec.selective is not None:
+        size = spec.selective.width
+        channels = _split_aligned(size, shares, block_size, "mamba1_width", partition)
     total, width = 0, 1
     if spec.delta is not None:
         total, width = spec.delta.key_heads, spec.delta.group * spec.delta.value_dim

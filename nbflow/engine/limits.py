@@ -30,6 +30,8 @@ class Limits:
     """Tokens per page."""
     prefix_cache: bool
     """True to share prompt pages between requests."""
+    prefix_states: int
+    """Recurrent states kept at page borders of prompts."""
 
     @property
     def max_tokens(self) -> int:
@@ -46,15 +48,20 @@ def choose_limits(model: ModelRunner, options: EngineOptions) -> Limits:
     ranks = model.gather("page_memory")
     hosts = [r["host"] for r in ranks]  # ranks of one machine share its memory
     all_pages = sequences * -(-model.spec.max_context // page_size)
+    is_recurrent = any(r["state_bytes"] for r in ranks)
+    kept = options.n_prefix_states if is_recurrent else 0
+    n_rows = sequences + kept
     room = min(
-        _n_pages(kv_bytes or r["available_bytes"] // (2 * hosts.count(r["host"])), sequences, r)
+        _n_pages(kv_bytes or r["available_bytes"] // (2 * hosts.count(r["host"])), n_rows, r)
         for r in ranks
     )
     if room < 1:
-        most = max(r["page_bytes"] + sequences * r["state_bytes"] for r in ranks)
+        most = max(r["page_bytes"] + n_rows * r["state_bytes"] for r in ranks)
         what = f"one page of {page_size} tokens"
-        if any(r["state_bytes"] for r in ranks):
+        if is_recurrent:
             what += f" and the recurrent states of {sequences} sequences (max_sequences)"
+        if kept:
+            what += f" and {kept} kept ones (prefix_states)"
         raise UsageError(
             f"kv_bytes must be at least {most}, the size of {what}, got {kv_bytes}"
             if kv_bytes
@@ -62,12 +69,13 @@ def choose_limits(model: ModelRunner, options: EngineOptions) -> Limits:
         )
     if kv_bytes is None or not any(r["page_bytes"] for r in ranks):
         room = min(room, all_pages)
-    return Limits(steps, sequences, options.max_waiting, room, page_size, options.prefix_cache)
+    shares = options.prefix_cache
+    return Limits(steps, sequences, options.max_waiting, room, page_size, shares, kept)
 
 
-def _n_pages(kv_bytes: int, sequences: int, rank: dict[str, Any]) -> int:
-    """Return the pages of a rank for which the states of all sequences leave memory."""
-    left = kv_bytes - sequences * int(rank["state_bytes"])
+def _n_pages(kv_bytes: int, n_states: int, rank: dict[str, Any]) -> int:
+    """Return the pages of a rank for which the recurrent states leave memory."""
+    left = kv_bytes - n_states * int(rank["state_bytes"])
     if rank["page_bytes"]:
         return left // int(rank["page_bytes"])
     return UNLIMITED if left >= 0 else 0  # no layer with keys and values

@@ -515,7 +515,7 @@ class LLMEngine:
         limits = self.limits
         self.model.call(
             "configure", limits.max_step_tokens, limits.max_sequences, limits.max_pages,
-            limits.prefix_cache,
+            limits.prefix_cache, limits.prefix_states,
         )  # fmt: skip
 
     def _release_model(self, in_order: bool) -> None:

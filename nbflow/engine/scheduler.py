@@ -25,6 +25,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
+import math
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,10 @@ from nbflow_kernels.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
+STATE_CHUNK = 32
+"""Tokens that recurrent layers compute at once: prompts cut at multiples have the same results."""
+FIRST_SNAPSHOT = 512
+"""Tokens of a long prompt after which its recurrent state is kept first."""
 CHUNK_RESERVE = 4
 """A prompt longer than the budget leaves 1/`CHUNK_RESERVE` of it to those behind it."""
 
@@ -201,7 +206,8 @@ class Scheduler:
     max_logit_rows : int, optional
         Most rows of logits per step besides those of sampled tokens.
     prefix_cache : bool
-        True to share pages of equal prompt prefixes; not with recurrent layers.
+        True to share pages of equal prompt prefixes.  With recurrent layers only if the table keeps
+        snapshots of their states; prompts are then cut where one is kept.
     short_context : int, optional
         Original context of LongRoPE (`ModelSpec.short_context`).
     n_vocab : int, optional
@@ -224,9 +230,11 @@ class Scheduler:
         self.max_step_tokens = max_step_tokens
         self.max_sequences = min(max_sequences or max_step_tokens, max_step_tokens)
         self.max_logit_rows = max_logit_rows
-        self.prefix_cache = prefix_cache and table.states is None
+        states = table.states
+        self.prefix_cache = prefix_cache and (states is None or states.n_snapshots > 0)
         if prefix_cache and not self.prefix_cache:
-            logger.info("the prefix cache is off: pages do not hold the state of recurrent layers")
+            logger.info("the prefix cache is off: no state of recurrent layers is kept")
+        self._border = math.lcm(table.page_size, STATE_CHUNK) if states and prefix_cache else 0
         self.short_context = short_context
         self.running: list[Request] = []
         """Sorted by priority and arrival."""
@@ -236,6 +244,32 @@ class Scheduler:
         self._chains: dict[int, HashChain] = {}  # of waiting requests
         self.numbers = itertools.count()
         """Numbers of further sequences of the block table."""
+
+    # ---- prefix cache -------------------------------------------------------------------------
+
+    def commit(self, request: Request) -> None:
+        """Enter the computed pages of a request into the prefix cache, if there is one."""
+        if not self.prefix_cache or request.error is not None:
+            return
+        if self.table.has_full_page(request.id):
+            n = request.n_computed
+            keep = not request.is_generating and self._next_border(request, n - 1) == n
+            self.table.commit(request.id, request.prompt + request.ids, keep)
+
+    def _next_border(self, request: Request, after: int) -> int | None:
+        """Return the next length of a prompt after which its state is kept.
+
+        These are the last border of the prompt, and 512, 1024, 2048, ... tokens before it: few for
+        long prompts, yet prompts that begin alike share nearly half of that or more.
+        """
+        if not self._border or not self.prefix_cache or not request.uses_prefix_cache:
+            return None
+        total = request.n_computed + request.n_pending
+        last = (total - 1) // self._border * self._border
+        n = -(-FIRST_SNAPSHOT // self._border) * self._border
+        while n <= after:
+            n *= 2
+        return min(n, last) if last > after else None
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -400,10 +434,12 @@ class Scheduler:
         """Return the waiting requests within `max_sequences`."""
         return self.waiting[: max(0, self.max_sequences - self.n_sequences)]
 
-    @staticmethod
-    def _schedule_prompt(step: _Step, request: Request, behind: Sequence[Request]) -> None:
+    def _schedule_prompt(self, step: _Step, request: Request, behind: Sequence[Request]) -> None:
         """Schedule a chunk of a prompt, leaving a share of the budget to those behind it."""
         n = request.n_pending
+        border = self._next_border(request, request.n_computed)
+        if border is not None and not request.single_step:
+            n = min(n, border - request.n_computed)
         if n > step.token_budget > 1 and not request.single_step:
             n = step.token_budget - min(
                 sum(r.n_pending for r in behind), step.token_budget // CHUNK_RESERVE

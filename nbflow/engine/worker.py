@@ -47,6 +47,9 @@ from nbflow.utils.system import available_memory_bytes, peak_rss_bytes, reset_pe
 from nbflow_kernels.cpu.parallel_for import set_num_threads
 from nbflow_kernels.errors import UsageError
 
+StepLimits = tuple[int | None, int | None, int | None, bool, int]
+"""Arguments of `Worker.configure`."""
+NO_LIMITS: StepLimits = (None, None, None, False, 0)
 MAX_MULTI_STEP_DECODES = 32
 """Most cached multi-step buffers, one for each strategy and batch size."""
 
@@ -130,7 +133,7 @@ class Worker:
         self._sequences = PromptEvaluator(self)
         n_stages = plan.ranks[-1].stage + 1 if self.cross_attention is None else 1
         self._pipeline = Pipeline(self, n_stages) if n_stages > 1 else None
-        self._limits: tuple[int | None, int | None, int | None, bool] = (None, None, None, False)
+        self._limits = NO_LIMITS
         self._sent_before = self._sent()  # communicators are shared with earlier models
         self._predicted_bytes = 0
         self._multi_step_decodes: dict[tuple[Any, ...], MultiStepDecode] = {}
@@ -201,6 +204,7 @@ class Worker:
         max_sequences: int | None = None,
         max_pages: int | None = None,
         prefix_cache: bool = False,
+        prefix_states: int = 0,
     ) -> None:
         """Set limits; clears the KV cache if they change.
 
@@ -208,7 +212,7 @@ class Worker:
         once, so that steps do not wait for it; the system maps their memory at the first write.
         Collective: fails on every rank if one lacks the memory.
         """
-        limits = max_step_tokens, max_sequences, max_pages, prefix_cache
+        limits = max_step_tokens, max_sequences, max_pages, prefix_cache, prefix_states
         if limits == self._limits:
             return
         self._clear()
@@ -216,7 +220,7 @@ class Worker:
             failure = None
             try:
                 self.storage.ensure(max_pages)
-                self.states.ensure(max_sequences or 0)
+                self.states.ensure((max_sequences or 0) + prefix_states)
                 tokens = max_step_tokens or self.max_step_tokens
                 self.executor.reserve(tokens, max_sequences or tokens)
             except UsageError as error:
@@ -240,7 +244,7 @@ class Worker:
         self.executor.release_bindings()
         self.storage.release()
         self.states.release()
-        self._begin((None, None, None, False))
+        self._begin(NO_LIMITS)
 
     def _agree(self, failure: UsageError | None) -> None:
         """Raise the same error on every rank if one has failed."""
@@ -254,10 +258,11 @@ class Worker:
             if text is not None:
                 raise UsageError(text)
 
-    def _begin(self, limits: tuple[int | None, int | None, int | None, bool]) -> None:
+    def _begin(self, limits: StepLimits) -> None:
         """Create an empty block table and scheduler with these limits."""
-        max_step_tokens, max_sequences, max_pages, prefix_cache = self._limits = limits
-        states = StateTable(max_sequences or 0) if self.spec.is_recurrent else None
+        max_step_tokens, max_sequences, max_pages, prefix_cache, n_kept = self._limits = limits
+        n_rows = (max_sequences or 0) + n_kept
+        states = StateTable(n_rows, n_kept) if self.spec.is_recurrent else None
         self.table = BlockTable(self.storage.page_size, max_pages, states=states)
         self.table.grow(max_pages or 0)
         self.scheduler = Scheduler(
@@ -393,7 +398,7 @@ class Worker:
             if entry.drafts:
                 request.n_computed = self.table.truncate(request.id, request.n_computed)
             if not request.branches:
-                self._commit(request)
+                self.scheduler.commit(request)
             if request.search_state is not None and request.finish_reason is None:
                 self._follow(request)
         return outputs
@@ -404,11 +409,6 @@ class Worker:
         if self.cross_attention is not None:
             for old, new in forks:
                 self.cross_attention.table.fork(old, new)
-
-    def _commit(self, request: Request) -> None:
-        is_kept = self.scheduler.prefix_cache and request.error is None
-        if is_kept and self.table.has_full_page(request.id):
-            self.table.commit(request.id, request.prompt + request.ids)
 
     def _can_multi_step(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Return whether all requests decode and none waits, so that several steps can run."""
@@ -467,7 +467,7 @@ class Worker:
                     request.fail(no_distribution())
                     break
                 request.accept(token, logprobs[b][s] if request.wants_logprobs else math.nan)
-            self._commit(request)
+            self.scheduler.commit(request)
             outputs.append(RequestDelta(request))
             outputs[-1].add(n_before)
         return outputs

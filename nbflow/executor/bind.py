@@ -481,6 +481,15 @@ class Binder:
             arrays.start_positions, head**-0.5, True, True, out,
         )  # fmt: skip
 
+    def _mamba1(self, op: Op, index: int) -> BoundOp:
+        rate, dt_bias, skip = self.executor.weights.operands[index]
+        x, dt, b, c = (self.view(name) for name in op.inputs)
+        return self._captured(
+            op, self._kernels("state_space").mamba1_scan, x, dt, rate, b, c,
+            self.executor.states.arrays[state_key(op)], self.arrays.qo_indptr,
+            self.arrays.state_rows, skip, dt_bias, True, self.view(op.out),
+        )  # fmt: skip
+
     def _mamba2(self, op: Op, index: int) -> BoundOp:
         rate, dt_bias, skip = self.executor.weights.operands[index]
         _, width, n = op.attrs["state"]

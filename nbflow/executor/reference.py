@@ -120,8 +120,12 @@ class ReferenceExecutor:
         return values
 
     def _write(self, values: dict[str, np.ndarray], name: str, result: np.ndarray) -> None:
-        """Store a result and the buffers that are columns of it."""
+        """Store a result, and the buffers that are columns of it or of which it is columns."""
         values[name] = result
+        own = self._program.buffers.get(name)
+        if own is not None and own.base in values:
+            values[own.base] = whole = values[own.base].copy()  # a trace may hold the old one
+            whole[:, own.offset : own.offset + own.width] = result
         for part, buffer in self._program.buffers.items():
             if buffer.base == name:
                 values[part] = result[:, buffer.offset : buffer.offset + buffer.width]
@@ -298,6 +302,12 @@ class ReferenceExecutor:
         sequence = self._sequence(op, ids)
         out = delta_rule.gated_delta_rule(q, k, v, decay, beta, *sequence, normalize_qk=True)
         return out.reshape(len(ids), -1)
+
+    def _mamba1(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        rate, dt_bias, skip = self._operands[index]
+        x, dt, b, c = (values[name] for name in op.inputs)
+        sequence = self._sequence(op, ids)
+        return state_space.mamba1_scan(x, dt, rate, b, c, *sequence, d=skip, dt_bias=dt_bias)
 
     def _mamba2(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         rate, dt_bias, skip = self._operands[index]

@@ -198,9 +198,9 @@ class WeightLoader:
         if op.kind == "plugin":
             return tuple(self._once((w,), self._array) for w in op.weights)
         vectors = tuple(self._once((w,), self._vector) for w in op.weights)
-        if op.kind in ("log_decay", "mamba2"):  # A_log becomes the rate
-            rate = -np.exp(vectors[0].astype(np.float64))
-            return rate.astype(np.float32), *vectors[1:]
+        if op.kind in ("log_decay", "mamba1", "mamba2"):  # A_log becomes the rate
+            rate = -np.exp(vectors[0].astype(np.float64)).astype(np.float32)
+            return rate.reshape(op.attrs["state"]) if op.kind == "mamba1" else rate, *vectors[1:]
         if op.attrs.get("own_weights"):  # a row per head
             vectors = (np.stack(vectors),)
         if op.kind == "norm" and op.attrs["norm"] == "layer" and vectors:

@@ -98,8 +98,8 @@ class BlockTable:
     salt : bytes
         Everything that page contents depend on besides tokens, e.g. model and format.
     states : StateTable, optional
-        Rows of recurrent states, for models that have them.  Prefixes are then not shared: pages
-        do not hold the state after them.
+        Rows of recurrent states, for models that have them.  A prefix is then shared up to a page
+        after which a snapshot of the state was kept (`commit`).
     """
 
     def __init__(
@@ -186,11 +186,12 @@ class BlockTable:
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} is in the block table already")
         entry = self._sequences[sequence] = _Sequence(chain=chain, long=long)
+        n_full = 0 if chain is None else self._n_cached_full_pages(chain, n_tokens)
         if self.states is not None:
-            self.states.add(sequence)
+            self.states.add(sequence, chain.hashes[n_full - 1] if chain and n_full else None)
         if chain is None:
             return 0
-        entry.n_cached_pages = self._n_cached_full_pages(chain, n_tokens)
+        entry.n_cached_pages = n_full
         entry.pages = [self._page_of_hash[hash_] for hash_ in chain.hashes[: entry.n_cached_pages]]
         part, n_in_part = self._partial_match(chain, entry.n_cached_pages, n_tokens)
         if n_in_part:
@@ -247,10 +248,11 @@ class BlockTable:
             0, -(-(entry.length + n_tokens) // self.page_size) - len(entry.pages)
         )
 
-    def commit(self, sequence: int, ids: Sequence[int]) -> None:
+    def commit(self, sequence: int, ids: Sequence[int], keep_state: bool = False) -> None:
         """Enter the computed full pages of a sequence into the prefix cache.
 
-        `ids` are all its tokens.  Tokens that may be truncated should not be committed.
+        `ids` are all its tokens.  Tokens that may be truncated should not be committed.  With
+        `keep_state`, if the last page is full, a snapshot of the recurrent state is kept.
         """
         entry = self._sequences[sequence]
         n_full = entry.length // self.page_size
@@ -264,6 +266,8 @@ class BlockTable:
             tokens = array("i", ids[at * self.page_size : (at + 1) * self.page_size])
             self._enter_cache(entry.pages[at], _Content(hash_, entry.chain.before(at), tokens))
         entry.n_cached_pages = n_full
+        if keep_state and self.states is not None and entry.length == n_full * self.page_size:
+            self.states.keep(sequence, entry.chain.hashes[n_full - 1])
 
     def has_full_page(self, sequence: int) -> bool:
         """Return whether `commit` has pages to enter."""
@@ -327,6 +331,9 @@ class BlockTable:
 
     def clear_cache(self) -> None:
         """Clear the prefix cache; unreferenced pages become free."""
+        if self.states is not None:
+            for hash_ in self._page_of_hash:
+                self.states.drop_snapshot(hash_)
         self._free += self._cached
         self._cached.clear()
         self._page_of_hash.clear()
@@ -396,14 +403,22 @@ class BlockTable:
     # ---- pages --------------------------------------------------------------------------------
 
     def _n_cached_full_pages(self, chain: HashChain, n_tokens: int) -> int:
-        """Return the number of leading full pages in the prefix cache."""
+        """Return the number of leading full pages in the prefix cache.
+
+        With recurrent states they end where a snapshot was kept.
+        """
         hashes = chain.hashes[: max(0, n_tokens - 1) // self.page_size]
-        return next(
-            (i for i, hash_ in enumerate(hashes) if hash_ not in self._page_of_hash), len(hashes)
-        )
+        found = (i for i, hash_ in enumerate(hashes) if hash_ not in self._page_of_hash)
+        n = next(found, len(hashes))
+        if self.states is not None:
+            while n and not self.states.has_snapshot(hashes[n - 1]):
+                n -= 1
+        return n
 
     def _partial_match(self, chain: HashChain, n_full: int, n_tokens: int) -> tuple[int, int]:
         """Return the cached page with the longest match after `n_full` pages, and its length."""
+        if self.states is not None:  # there is no state within a page
+            return -1, 0
         begin = n_full * self.page_size
         wanted = chain.ids[begin : min(begin + self.page_size, n_tokens - 1)]
         best, most = -1, 0
@@ -416,6 +431,8 @@ class BlockTable:
 
     def _cache_partial_page(self, entry: _Sequence, ids: Sequence[int]) -> None:
         """Cache the partial last page of a removed sequence if no other one uses it."""
+        if self.states is not None:
+            return
         at, length = divmod(len(ids), self.page_size)
         if entry.chain is None or not length or at > entry.n_cached_pages:
             return
@@ -462,6 +479,8 @@ class BlockTable:
         if content is None:
             return
         del self._page_of_hash[content.hash_]
+        if self.states is not None:
+            self.states.drop_snapshot(content.hash_)
         after = self._children[content.before]
         del after[page]
         if not after:

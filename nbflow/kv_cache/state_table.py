@@ -3,10 +3,13 @@
 A model with recurrent layers keeps, per sequence, one row of every state array
 (`nbflow.kv_cache.state_storage`), whatever the length of the sequence.  The state after a token
 includes all tokens before, so that it cannot be truncated: `save` keeps a copy to return to.
+For the prefix cache, `keep` keeps copies at page borders (snapshots), from which other sequences
+start; the least recently used one makes room for a new one.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,15 +19,20 @@ ZEROS = -1
 
 
 class StateTable:
-    """Allocator of state rows for sequences, with room for `n_rows` at first."""
+    """Allocator of state rows for sequences, with room for `n_rows` at first.
 
-    def __init__(self, n_rows: int = 0) -> None:
+    At most `n_snapshots` rows hold snapshots.
+    """
+
+    def __init__(self, n_rows: int = 0, n_snapshots: int = 0) -> None:
+        self.n_snapshots = n_snapshots
         self.n_rows = 0
         """Number of rows that the storage must have."""
         self.most_used_rows = 0
         """Largest number of rows that were in use at once."""
         self._rows: dict[int, int] = {}  # by sequence
         self._saved: dict[int, tuple[int, int]] = {}  # by sequence: length and row
+        self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # rows by key, LRU first
         self._free: list[int] = []
         self._copies: list[tuple[int, int]] = []
         self.grow(n_rows)
@@ -35,10 +43,33 @@ class StateTable:
             self._free[:0] = range(n_rows - 1, self.n_rows - 1, -1)
             self.n_rows = n_rows
 
-    def add(self, sequence: int) -> None:
-        """Give an empty sequence a row, which is cleared."""
+    def add(self, sequence: int, snapshot: bytes | None = None) -> None:
+        """Give a sequence a row: of an empty one, or a copy of the snapshot with this key."""
         self._rows[sequence] = row = self._allocate()
-        self._copies.append((ZEROS, row))
+        source = ZEROS
+        if snapshot is not None:
+            source = self._snapshots[snapshot]
+            self._snapshots.move_to_end(snapshot)
+        self._copies.append((source, row))
+
+    def keep(self, sequence: int, snapshot: bytes) -> None:
+        """Keep a copy of the state of a sequence under a key, unless there is one."""
+        if snapshot in self._snapshots or not self.n_snapshots:
+            return
+        if len(self._snapshots) == self.n_snapshots:
+            self._free.append(self._snapshots.popitem(last=False)[1])
+        self._snapshots[snapshot] = row = self._allocate()
+        self._copies.append((self._rows[sequence], row))
+
+    def has_snapshot(self, snapshot: bytes) -> bool:
+        """Return whether there is a snapshot with this key."""
+        return snapshot in self._snapshots
+
+    def drop_snapshot(self, snapshot: bytes) -> None:
+        """Free the snapshot with this key, if there is one."""
+        row = self._snapshots.pop(snapshot, None)
+        if row is not None:
+            self._free.append(row)
 
     def fork(self, sequence: int, new: int) -> None:
         """Give a new sequence a copy of the state of another one."""

@@ -157,6 +157,7 @@ def plan_memory(
     *,
     max_sequences: int = 1,
     kv_bytes: int | None = None,
+    prefix_states: int = 0,
     run: RunSize | None = None,
     measure: Measure | None = None,
     **changes: Any,
@@ -172,9 +173,9 @@ def plan_memory(
         mpirun has started.
     measure
         As for `nbflow.planner.choose_partition`.
-    max_sequences, kv_bytes
-        As for `nbflow.LLMEngine`; by default the cache holds `max_sequences` full contexts.  For an
-        encoder: texts as long as its context, as many as fit into a step.
+    max_sequences, kv_bytes, prefix_states
+        As for `nbflow.LLMEngine`; by default the cache holds `max_sequences` full contexts, and no
+        states are kept.  For an encoder: texts as long as its context, as many as fit into a step.
     run : RunSize, optional
         Sequences of `LLM.generate_batch` instead, without an engine.
 
@@ -204,6 +205,7 @@ def plan_memory(
         max_sequences = run.batch
     sequences = min(max_sequences, given.max_step_tokens, MAX_SEQUENCES)
     memory = _ModelMemory(planned, given, sequences, run, plans[0].ranks[-1].stage + 1)
+    memory.n_states += prefix_states
     if kv_bytes is not None:
         memory.pages = min(memory.n_pages(kv_bytes, r) for r in held)
     encoders: list[RankPlan] = []
@@ -265,6 +267,8 @@ class _ModelMemory:
     ) -> None:
         self._model, self._options, self._sequences = model, options, sequences
         self._run, self._stages = run, stages
+        self.n_states = sequences
+        """Recurrent states of sequences and of the prefix cache."""
         max_step_tokens = options.max_step_tokens
         context = model.spec.max_context
         self._most = sequences
@@ -277,9 +281,9 @@ class _ModelMemory:
             self.pages = pages_after_growth(texts * -(-context // PAGE_SIZE))
 
     def n_pages(self, kv_bytes: int, rank: RankPlan) -> int:
-        """Return the pages of a rank that fit besides the recurrent states of all sequences."""
+        """Return the pages of a rank that fit besides the recurrent states."""
         program = shard(build(self._model.spec), rank)
-        left = kv_bytes - self._sequences * state_row_bytes(program)
+        left = kv_bytes - self.n_states * state_row_bytes(program)
         page_bytes = self._page_bytes(program)
         return max(0, left) // page_bytes if page_bytes else self.pages
 
@@ -325,7 +329,7 @@ class _ModelMemory:
         kv = pages * self._page_bytes(program)
         n_layers = len(program.kv_layers)
         host = kv * offload.host_layers(n_layers) // n_layers if n_layers else 0
-        kv += self._sequences * state_row_bytes(program)
+        kv += self.n_states * state_row_bytes(program)
         host += weights.table_bytes if offload.embeddings_on_host else 0
         activations = self._options.activations
         buffers = buffer_bytes(program, model, activations, *rows, device != "cpu")

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nbflow.program.layer_ops import add, linear, norm, plugin_op
+from nbflow.program.layer_ops import add, linear, norm, plugin_op, scale
 from nbflow.program.records import Buffer, Op, Operand, Program
-from nbflow.program.recurrent import gated_delta_rule, mamba2, short_conv
+from nbflow.program.recurrent import (
+    columns_of_mamba1,
+    gated_delta_rule,
+    mamba1,
+    mamba2,
+    short_conv,
+)
 from nbflow.program.recurrent import widths as recurrent_widths
 from nbflow.spec.architecture import LatentSpec
 from nbflow.spec.fields import EXPERT_BIASES, XIELU
@@ -51,7 +57,7 @@ def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
     E, FF = spec.hidden_size, spec.intermediate_size
     widths = {
         "x": E, "h": E, "h2": E, "e": spec.embed_width, "p": E, "q": q_width, "k": kv_width,
-        "v": kv_width, "a": q_width, "o": E, "gate": FF, "up": FF, "f": FF,
+        "v": kv_width, "a": q_width, "as": E, "o": E, "gate": FF, "up": FF, "f": FF,
     }  # fmt: skip
     if spec.latent is not None:
         C, H = spec.latent.kv_rank, spec.n_heads
@@ -67,6 +73,8 @@ def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
     buffers = {name: Buffer(width) for name, width in widths.items()}
     buffers |= {name: Buffer(width, "logits") for name, width in outputs.items()}
     buffers["y"] = Buffer(E, "states")
+    if spec.selective is not None:
+        buffers |= columns_of_mamba1(spec.selective.dt_rank, spec.selective.state_dim)
     used = {name for op in ops for name in (op.out, *op.inputs)}
     return {name: buffer for name, buffer in buffers.items() if name in used}
 
@@ -113,7 +121,7 @@ def _layer(spec: ModelSpec, i: int) -> list[Op]:
         return [*norms, *_attention(spec, i, "h"), *_feed_forward(spec, i, "h2")]
     ops: list[Op] = []
     kind, place = spec.kind_of(i), spec.norm_place_of(i)
-    sublayers = {} if kind.mixer == "none" else {"attn": _MIXERS[kind.mixer]}
+    sublayers = {} if kind.mixer == ("none",) else {"attn": _mix}
     if kind.op is not None:
         sublayers["attn"] = _plugin_op(kind.op, "op")
     if spec.encoder is not None:
@@ -141,11 +149,19 @@ def _plugin_op(name: str, part: str) -> Callable[[ModelSpec, int, str], list[Op]
     return lambda spec, i, source: plugin_op(spec, i, name, part, source)
 
 
+def _mix(spec: ModelSpec, i: int, source: str) -> list[Op]:
+    """Return the mixers of a layer, each with its residual sum."""
+    return [op for mixer in spec.kind_of(i).mixer for op in _MIXERS[mixer](spec, i, source)]
+
+
 def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     """Return attention, including the residual sum."""
     if spec.latent is not None:
         return _latent_attention(spec, spec.latent, i, source)
-    ops = [linear(spec, i, f"attn.{name}", source, name) for name in "qkv"]
+    ops: list[Op] = []
+    if spec.attn_input_scale != 1.0:
+        ops, source = scale("as", source, i, spec.attn_input_scale), "as"
+    ops += (linear(spec, i, f"attn.{name}", source, name) for name in "qkv")
     gate: list[Op] = []
     if spec.output_gate:
         ops.append(linear(spec, i, "attn.gate", source, "ag"))
@@ -165,7 +181,7 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
         Op("attention", "a", ("q",), table, sinks, i, _mask(spec, i)),
         *gate,
         linear(spec, i, "attn.o", "a", "o"),
-        add(spec, "x", "o", i),
+        add(spec, "x", "o", i, spec.attn_output_scale),
     ]
 
 
@@ -261,17 +277,19 @@ def _cross_attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
 def _feed_forward(spec: ModelSpec, i: int, source: str) -> list[Op]:
     """Return the feed-forward network or mixture of experts, including the residual sum."""
     if spec.has_experts(i):
-        return [*_experts(spec, i, source), add(spec, "x", "o", i)]
+        return [*_experts(spec, i, source), add(spec, "x", "o", i, spec.ffn_output_scale)]
     attrs = {"activation": spec.activation_name}
     ops = [linear(spec, i, "ffn.up", source, "up")]
     if spec.gated:
         ops.insert(0, linear(spec, i, "ffn.gate", source, "gate"))
+        ops += scale("gate", "gate", i, spec.ffn_gate_scale)
         ops.append(Op("gate", "f", ("gate", "up"), layer=i, attrs=attrs))
     else:
         names = XIELU if spec.activation == "xielu" else ()
         numbers = tuple(Operand(f"layers.{i}.{name}.weight") for name in names)
         ops.append(Op("activation", "f", ("up",), numbers, layer=i, attrs=attrs))
-    return [*ops, linear(spec, i, "ffn.down", "f", "o"), add(spec, "x", "o", i)]
+    down = linear(spec, i, "ffn.down", "f", "o")
+    return [*ops, down, add(spec, "x", "o", i, spec.ffn_output_scale)]
 
 
 def _experts(spec: ModelSpec, i: int, source: str) -> list[Op]:
@@ -315,6 +333,7 @@ _MIXERS = {
     "attention": _attention,
     "short_conv": short_conv,
     "gated_delta_rule": gated_delta_rule,
+    "mamba1": mamba1,
     "mamba2": mamba2,
 }
 

@@ -95,8 +95,9 @@ def op_cost(program: Program, op: Op, step: StepShape, bits: Bits, kv: str) -> O
     if "state" in op.attrs:
         size = math.prod(op.attrs["state"])
         # a delta rule decays its state, multiplies it by key and query, and adds a product;
-        # Mamba-2 multiplies it by one vector
-        per_token = {"delta_rule": 7 * size, "mamba2": 5 * size}.get(op.kind, 2 * n_weights)
+        # Mamba multiplies it by one vector
+        scans = {"delta_rule": 7 * size, "mamba1": 5 * size, "mamba2": 5 * size}
+        per_token = scans.get(op.kind, 2 * n_weights)
         moved_states = 2.0 * step.n_sequences * size * FLOAT32_BYTES
         return OpCost(
             n_bytes, n_weights, moved_states, buffer_bytes, 0.0, per_token * step.n_tokens

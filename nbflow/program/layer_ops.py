@@ -29,9 +29,9 @@ def linear(spec: ModelSpec, i: int, name: str, source: str, out: str) -> Op:
     return Op("linear", out, (source,), (Operand(f"{prefix}.weight"),), bias, i)
 
 
-def add(spec: ModelSpec, out: str, source: str, layer: int | None) -> Op:
-    """Return a sum; that of a layer's output is scaled by `ModelSpec.residual_scale`."""
-    scale = spec.residual_scale if out == "x" and layer is not None else 1.0
+def add(spec: ModelSpec, out: str, source: str, layer: int | None, scale: float = 1.0) -> Op:
+    """Return ``out += scale * source``; a layer's output also has `ModelSpec.residual_scale`."""
+    scale *= spec.residual_scale if out == "x" and layer is not None else 1.0
     attrs = {} if scale == 1.0 else {"scale": scale}
     return Op("add", out, (source,), layer=layer, attrs=attrs)
 
@@ -43,6 +43,13 @@ def plugin_op(spec: ModelSpec, i: int, name: str, part: str, source: str) -> lis
     state = op.state_shape(spec)
     attrs = {"op": name} | ({} if state is None else {"state": state})
     return [Op("plugin", "o", (source,), weights, layer=i, attrs=attrs), add(spec, "x", "o", i)]
+
+
+def scale(out: str, source: str, layer: int, factor: float) -> list[Op]:
+    """Return ``out = factor * source``; no op if both are the same buffer and the factor is 1."""
+    if out == source and factor == 1.0:
+        return []
+    return [Op("scale", out, (source,), layer=layer, attrs={"scale": factor})]
 
 
 def gate(out: str, gate: str, up: str, layer: int, activation: str) -> Op:

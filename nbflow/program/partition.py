@@ -19,8 +19,17 @@ from nbflow.program.records import Buffer, Op, Operand, Program
 from nbflow_kernels.errors import UsageError
 
 ROW_PARALLEL = ("attn.o", "cross.o", "ffn.down", "shared.down", "short.out", "delta.out",
-                "ssm.out")  # fmt: skip
+                "ssm.out", "mamba1.out", "mamba1.dt_a", "mamba1.b", "mamba1.c")  # fmt: skip
 """Matrices split by columns, whose partial results an all-reduce sums."""
+
+
+_PARTIAL = ("o", "nt_nb_nc")
+"""Buffers of partial results."""
+
+
+def _base(program: Program, name: str) -> str | None:
+    """Return the buffer of which one is some columns."""
+    return program.buffers[name].base if name in program.buffers else None
 
 
 def partition(program: Program, plan: RankPlan) -> Program:
@@ -33,7 +42,7 @@ def partition(program: Program, plan: RankPlan) -> Program:
     if plan.receives_from is not None and has_x:
         ops.append(Op("recv", "x", attrs={"peer": plan.receives_from}))
     after_layers = False
-    partial = False
+    partial = ""  # buffer of partial results
     for op in program.ops:
         if op.layer is None:
             ops += _outside_layers(op, plan, after_layers)
@@ -41,15 +50,16 @@ def partition(program: Program, plan: RankPlan) -> Program:
         after_layers = True
         if not plan.layers[0] <= op.layer < plan.layers[1]:
             continue
-        if partial and "o" in op.inputs:
+        if partial and any(partial in (name, _base(program, name)) for name in op.inputs):
             attrs = {"ranks": plan.group, "all_reduce": plan.all_reduce}
-            ops.append(Op("all_reduce", "o", layer=op.layer, attrs=attrs))
-            partial = False
+            ops.append(Op("all_reduce", partial, layer=op.layer, attrs=attrs))
+            partial = ""
         if not alone and op.kind == "norm" and op.out in "qk" and spec.qk_norm == "all":
             ops += _sharded_norm(program, op, plan, cuts)
             continue
         ops.append(op if alone else _inside_layer(op, plan, cuts))
-        partial = not alone and (partial or (op.out == "o" and op.kind != "norm"))
+        if not alone and op.out in _PARTIAL and op.kind != "norm":
+            partial = op.out
     if plan.sends_to and has_x:
         ops.append(Op("send", "x", ("x",), attrs={"peers": plan.sends_to}))
     heads = plan.heads[1] - plan.heads[0], plan.kv_heads[1] - plan.kv_heads[0]
@@ -84,6 +94,7 @@ def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffe
         **dict.fromkeys(("mz", "mx", "ux", "my"), widths["ssm.x"]),
         **dict.fromkeys(("mb", "mc", "ub", "uc"), widths["ssm.b"]),
         "mdt": widths["ssm.dt"],
+        **dict.fromkeys(("nx", "nz", "vx", "ndt", "ny"), widths["mamba1.x"]),
         "logits_part": plan.vocab[1] - plan.vocab[0],
     }
     used = {name for op in ops for name in (op.out, *op.inputs)}
@@ -116,7 +127,11 @@ def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
 def _recurrent_cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
     """Return the cuts of recurrent mixers: channels, key heads and their value heads."""
     cuts = dict.fromkeys(
-        (f"short.{name}" for name in ("b", "c", "x", "conv", "out")), plan.channels
+        (
+            *(f"short.{name}" for name in ("b", "c", "x", "conv", "out")),
+            *(f"mamba1.{name}" for name in ("x", "z", "conv", "dt_a", "b", "c", "dt", "out")),
+        ),
+        plan.channels,
     )
     delta, (first, end) = program.spec.delta, plan.linear_heads
     group, key, value = (
@@ -205,9 +220,18 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
     # One rank adds the bias of the sum.
     return dataclasses.replace(
         op,
-        weights=(Operand(name, columns=cuts[role]),),
+        weights=tuple(Operand(w.name, columns=cuts[role]) for w in op.weights),
         bias=op.bias if plan.index == 0 else (),
     )
+
+
+_HEADS_OF = {
+    "mamba1": "mamba1.x",
+    "mamba2": "ssm.dt",
+    "delta_rule": "delta.a",
+    "log_decay": "delta.a",
+}
+"""Kind of op without matrices -> matrix whose rows are cut alike."""
 
 
 def _shard_recurrent(op: Op, cuts: dict[str, tuple[int, int]]) -> Op:
@@ -215,7 +239,7 @@ def _shard_recurrent(op: Op, cuts: dict[str, tuple[int, int]]) -> Op:
     role = op.weights[0].name.split(".", 2)[2].removesuffix(".weight") if op.weights else ""
     if role == "delta.norm":  # of each head
         return op
-    rows = cuts[role] if role in cuts else cuts["ssm.dt" if op.kind == "mamba2" else "delta.a"]
+    rows = cuts.get(role) or cuts[_HEADS_OF[op.kind]]
     weights = tuple(Operand(w.name, rows=rows) for w in op.weights)
     bias = tuple(Operand(b.name, rows=rows) for b in op.bias)
     attrs = dict(op.attrs)

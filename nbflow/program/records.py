@@ -41,6 +41,8 @@ log_decay     out = rate * softplus(input + bias); weights: the logarithms of th
               (A_log), and the bias
 delta_rule    out = gated delta rule; inputs q, k, v, logarithm of the decay, write strength; attr
               ``head``: columns of a key
+mamba1        out = selective scan; inputs values, time steps, input and output vectors; weights
+              as of mamba2
 mamba2        out = state-space recurrence; inputs values, time steps, input and output vectors;
               weights: logarithms of the negative rates, what is added to the time steps, and the
               weight of the skip connection; attr ``dt_min``: least time step
@@ -77,7 +79,8 @@ from nbflow.spec.model_spec import ModelSpec
 Kind = Literal[
     "embedding", "norm", "sum_squares", "linear", "rope", "temperature", "copy_heads",
     "heads_linear", "append_kv", "attention", "cross_attention", "input", "activation", "gate",
-    "conv", "sigmoid", "log_decay", "delta_rule", "mamba2", "gated_norm", "experts", "plugin",
+    "conv", "sigmoid", "log_decay", "delta_rule", "mamba1", "mamba2", "gated_norm", "experts",
+    "plugin",
     "scale_rows", "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send",
     "recv",
 ]  # fmt: skip

@@ -43,8 +43,11 @@ _LARGEST_FILE_BYTES = 1 << 24
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Return True for the weights of a product; biases of experts and convolutions are not."""
-    return len(shape) == 2 and not name.endswith((".bias", "conv.weight"))
+    """Return True for the weights of a product; biases of experts and convolutions are not.
+
+    Neither are the decay rates of Mamba-1.
+    """
+    return len(shape) == 2 and not name.endswith((".bias", "conv.weight", "a_log.weight"))
 
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:

@@ -103,7 +103,7 @@ class LatentSpec:
     """Epsilon of the norms of the latent vectors."""
 
 
-Mixer = Literal["attention", "short_conv", "gated_delta_rule", "mamba2", "none"]
+Mixer = Literal["attention", "short_conv", "gated_delta_rule", "mamba1", "mamba2", "none"]
 """Sublayer that mixes the tokens of a sequence."""
 NormPlace = Literal["pre", "post", "sandwich", "output"]
 
@@ -112,7 +112,8 @@ NormPlace = Literal["pre", "post", "sandwich", "output"]
 class LayerKind:
     """One kind of layer: its two sublayers and the place of their norms."""
 
-    mixer: Mixer = "attention"
+    mixer: tuple[Mixer, ...] = ("attention",)
+    """Mixers that read the same input and whose outputs are added."""
     feed_forward: bool = True
     """False for a layer that is a mixer alone."""
     op: str | None = None
@@ -180,11 +181,34 @@ class StateSpaceSpec:
     """Groups of columns that the norm of the output normalizes."""
     dt_min: float = 0.0
     """Least time step."""
+    norm: Literal["after_gate", "before_gate", "none"] = "after_gate"
+    input_scale: float = 1.0
+    scales: tuple[float, ...] = ()
+    """Factors of the projections z, x, b, c and dt; empty for 1."""
+    output_scale: float = 1.0
 
     @property
     def width(self) -> int:
         """Columns of all heads."""
         return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class SelectiveSpec:
+    """Mamba-1: a state of `state_dim` numbers per channel, and time steps of low rank.
+
+    References
+    ----------
+    .. [1] A. Gu, T. Dao, "Mamba", arXiv:2312.00752, section 3.
+    """
+
+    width: int
+    """Channels."""
+    state_dim: int
+    dt_rank: int
+    norm: Literal["none", "plain", "weighted"]
+    norm_eps: float
+    """Epsilon of the norms of time steps, input and output vectors."""
 
 
 @dataclass(frozen=True)
@@ -243,12 +267,17 @@ class Architecture:
     """Taps of short convolutions; 0 without them."""
     delta: DeltaSpec | None = None
     ssm: StateSpaceSpec | None = None
+    selective: SelectiveSpec | None = None
     swiglu_limit: float = 7.0
     attention: str | None = None
     """Name of the attention variant of a plugin."""
     output_gate: bool = False
     temperature: TemperatureSpec | None = None
     """Factor of the queries by position."""
+    attn_input_scale: float = 1.0
+    attn_output_scale: float = 1.0
+    ffn_gate_scale: float = 1.0
+    ffn_output_scale: float = 1.0
     full_layers: frozenset[int] = frozenset()
     """Layers with full attention in a model with a window."""
     unrotated_layers: frozenset[int] = frozenset()
@@ -313,11 +342,12 @@ class Architecture:
     @property
     def mixers(self) -> frozenset[Mixer]:
         """Mixers of the layers."""
-        return frozenset(kind.mixer for kind in self.layer_kinds) or frozenset({"attention"})
+        found = (mixer for kind in self.layer_kinds for mixer in kind.mixer)
+        return frozenset(found) or frozenset({"attention"})
 
     @property
     def is_recurrent(self) -> bool:
-        """True if some layers have a recurrent state instead of keys and values."""
+        """True if some layers have a recurrent state."""
         stateful = (OPS.get(kind.op) for kind in self.layer_kinds if kind.op)
         has_state = any(op is not None and op.state is not None for op in stateful)
         return has_state or not self.mixers <= {"attention", "none"}

@@ -177,15 +177,16 @@ def _recurrent_problems(spec: Architecture) -> Iterator[str]:
     for name, wanted in (("causal", True), ("encoder", None), ("residual", "sequential")):
         if getattr(spec, name) != wanted:
             yield f"recurrent layers need {name} = {wanted!r}, got {getattr(spec, name)!r:.80}"
-    if any(
-        kind.mixer == "none" and not (kind.feed_forward or kind.op or kind.feed_forward_op)
-        for kind in spec.layer_kinds
-    ):
-        yield "a [layer] table needs a mixer or a feed_forward, got neither"
+    yield from _mixer_problems(spec)
     if len(spec.layer_kinds) != spec.n_layers:
         yield f"layer_types must have {spec.n_layers} entries, got {len(spec.layer_kinds)}"
     if "mamba2" in spec.mixers:
         yield from _state_space_problems(spec)
+    mamba = spec.selective
+    if "mamba1" in spec.mixers and (
+        mamba is None or min(mamba.width, mamba.state_dim, mamba.dt_rank) < 1
+    ):
+        yield "mamba1 needs mamba1_width, mamba1_state_dim and mamba1_dt_rank, at least 1"
     delta = spec.delta
     if "gated_delta_rule" not in spec.mixers:
         return
@@ -201,6 +202,22 @@ def _recurrent_problems(spec: Architecture) -> Iterator[str]:
         )
 
 
+def _mixer_problems(spec: Architecture) -> Iterator[str]:
+    """Yield problems of the mixers of a kind of layer."""
+    for i, kind in enumerate(spec.layer_kinds):
+        ops = kind.op or kind.feed_forward_op
+        if kind.mixer == ("none",) and not (kind.feed_forward or ops):
+            yield "a [layer] table needs a mixer or a feed_forward, got neither"
+        several = len(kind.mixer) > 1
+        if not kind.mixer or len(set(kind.mixer)) < len(kind.mixer):
+            yield f"mixer of a [layer] table must be one or several that differ, got {kind.mixer}"
+        if several and ("none" in kind.mixer or spec.norm_place_of(i) != "pre"):
+            yield (
+                "several mixers in a layer need norm_place 'pre', and none of them is 'none'; got "
+                f"{spec.norm_place_of(i)!r} and {', '.join(kind.mixer)}"
+            )
+
+
 def _state_space_problems(spec: Architecture) -> Iterator[str]:
     ssm = spec.ssm
     if ssm is None or min(ssm.head_dim, ssm.groups, ssm.state_dim, ssm.norm_groups) < 1:
@@ -213,6 +230,8 @@ def _state_space_problems(spec: Architecture) -> Iterator[str]:
             f"ssm_groups must divide ssm_heads, and ssm_norm_groups the {ssm.width} columns, got "
             f"{ssm.groups}, {ssm.heads} and {ssm.norm_groups}"
         )
+    elif len(ssm.scales) not in (0, 5):
+        yield f"ssm_scales must be 5 numbers, for z, x, b, c and dt, got {len(ssm.scales)}"
 
 
 def _expert_problems(spec: Architecture) -> Iterator[str]:

@@ -94,7 +94,7 @@ def _nameless(path: Path, family: Family) -> list[str]:
             name for name, kind in family.layers.items() if not kind.chunk
         )
         numbers |= {"layer_types": kinds, "n_layers": len(kinds)}
-        recurrent = ("conv_", "linear_", "ssm_")
+        recurrent = ("conv_", "linear_", "mamba1_", "ssm_")
         numbers |= {name: 2 for name in FIELDS if name.startswith(recurrent)}
     encoder = encoder_of(family)
 

@@ -79,6 +79,8 @@ class ConfigRule:
     kinds: tuple[str, ...] = ()
     """Of layer_types, for a key that holds numbers of layers, or n for every n-th layer: the kind
     of these layers, then the kind of the others."""
+    offset: str | None = None
+    """Key of the first of every n layers, for `kinds`; n - 1 without it."""
 
 
 @dataclass(frozen=True)
@@ -294,6 +296,7 @@ def config_keys(family: Family) -> list[str]:
     for rules in family.config.values():
         for rule in rules:
             names += [*rule.keys, *rule.when, *_NAME.findall(rule.formula or "")]
+            names += [rule.offset] if rule.offset else []
     encoder = encoder_of(family)
     if encoder is not None:
         names += config_keys(encoder)
@@ -392,7 +395,7 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
     example = rule if isinstance(rule, str) else "key of config.json"
     check_keys(rule, at, ConfigRule.__dataclass_fields__, f'keys = ["{example:.40}"]')
     same_as, default, formula = (rule.get(key) for key in ("same_as", "default", "formula"))
-    stored, word = rule.get("stored"), rule.get("where")
+    stored, word, offset = rule.get("stored"), rule.get("where"), rule.get("offset")
     if word is not None and FIELDS[name].kind != [int]:
         raise UsageError(f"{at}: where goes with lists of layers, such as dense_layers")
     if same_as is not None and same_as not in above:
@@ -419,4 +422,5 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
         stored=None if stored is None else check_value(stored, f"{at} stored", str),
         where=None if word is None else check_value(word, f"{at} where", str),
         kinds=kinds,
+        offset=None if offset is None else check_value(offset, f"{at} offset", str),
     )

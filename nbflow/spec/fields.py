@@ -74,7 +74,7 @@ def check_field(value: Any, where: str, field: Field) -> Any:
         checked = tuple(item for item in checked if item not in field.absent)
         if len(checked) > MAX_ITEMS:
             raise UsageError(f"{where}: may have at most {MAX_ITEMS} entries, got {len(checked)}")
-        for item in checked if field.kind[0] is int else ():
+        for item in checked if field.kind[0] in (int, float) else ():
             check_bounds(item, where, field)
     elif field.kind in (int, float):
         if checked in field.absent:
@@ -85,7 +85,7 @@ def check_field(value: Any, where: str, field: Field) -> Any:
 
 def check_bounds(number: float, where: str, field: Field) -> None:
     """Raise `UsageError` unless a number is finite and within the bounds of a field."""
-    whole = field.kind is not float
+    whole = field.kind not in (float, [float])
     least = (0 if whole else -MAX_FLOAT) if field.least is None else field.least
     most = (MAX_INT if whole else MAX_FLOAT) if field.most is None else field.most
     if not least <= number <= most:  # false for NaN, too
@@ -292,8 +292,29 @@ FIELDS: dict[str, Field] = {
     ),
     "ssm_state_dim": Field(int, "Mamba-2: numbers of a state per column", 0, most=MAX_WIDTH),
     "ssm_dt_min": Field(float, "Mamba-2: least time step", 0.0, least=0.0),
+    "ssm_norm": Field(
+        ("after_gate", "before_gate", "none"),
+        "Mamba-2: norm of its output, after or before the multiplication by silu(z)",
+        "after_gate",
+    ),
     "ssm_norm_groups": Field(
         int, "Mamba-2: groups of columns that the norm of its output normalizes", 1, most=MAX_HEADS
+    ),
+    "ssm_input_scale": Field(float, "Mamba-2: factor of its input", 1.0),
+    "ssm_scales": Field(
+        [float], "Mamba-2: factors of the projections z, x, b, c and dt; 1 if absent", ()
+    ),
+    "ssm_output_scale": Field(float, "Mamba-2: factor of its output", 1.0),
+    "mamba1_width": Field(int, "Mamba-1: channels", 0, most=MAX_WIDTH),
+    "mamba1_state_dim": Field(int, "Mamba-1: numbers of a state per channel", 0, most=MAX_WIDTH),
+    "mamba1_dt_rank": Field(int, "Mamba-1: rank of the time steps", 0, most=MAX_WIDTH),
+    "mamba1_norm": Field(
+        ("none", "plain", "weighted"),
+        "Mamba-1: rms norms of time steps, input and output vectors, without or with weights",
+        "none",
+    ),
+    "mamba1_norm_eps": Field(
+        float, "Mamba-1: eps of these norms; norm_eps if absent", None, least=0.0
     ),
     # positions
     "position": Field(
@@ -355,6 +376,10 @@ FIELDS: dict[str, Field] = {
     "gated": Field(bool, "feed-forward network act(gate) * up, else act(up)"),
     "transposed": Field(bool, "the layers' matrices are stored (in, out)", False),
     "embed_scale": Field(float, "factor of the token embeddings", 1.0),
+    "attn_input_scale": Field(float, "factor of the input of attention", 1.0),
+    "attn_output_scale": Field(float, "factor of the output of attention", 1.0),
+    "ffn_gate_scale": Field(float, "factor of ffn.gate's output, before the activation", 1.0),
+    "ffn_output_scale": Field(float, "factor of the output of the feed-forward network", 1.0),
     "residual_scale": Field(float, "factor of a sublayer's output in the residual stream", 1.0),
     "logits_scale": Field(float, "factor of the logits", 1.0),
     "head_soft_cap": Field(
@@ -404,6 +429,7 @@ FIELDS: dict[str, Field] = {
     "dense_first": Field(int, "number of first layers without experts", 0),
     "dense_last": Field(int, "number of last layers without experts", 0),
     "expert_every": Field(int, "every n-th layer has experts", 1),
+    "expert_offset": Field(int, "first of these layers; expert_every - 1 if absent", None),
     "dense_layers": Field([int], "further layers without experts", ()),
     "expert_layers": Field([int], "layers with experts; wins over the three fields above", None),
     # tokens
@@ -438,9 +464,9 @@ FIELDS: dict[str, Field] = {
 
 LAYER_FIELDS: dict[str, Field] = {
     "mixer": Field(
-        ("attention", "short_conv", "gated_delta_rule", "mamba2", "none"),
-        "sublayer that mixes tokens",
-        "attention",
+        [("attention", "short_conv", "gated_delta_rule", "mamba1", "mamba2", "none")],
+        "sublayer that mixes tokens; several read the same input, and their outputs are added",
+        ("attention",),
     ),
     "feed_forward": Field(bool, "a feed-forward network or experts follow the mixer", True),
     "op": Field(str, "op of a plugin in the place of the mixer", None),
@@ -468,9 +494,14 @@ SSM_VECTORS = ("ssm.a_log", "ssm.dt_bias", "ssm.d")
 """Logarithm of the decay rates, what is added to the time steps, weight of the skip connection."""
 XIELU = tuple(f"ffn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
 """Numbers of a layer's xIELU."""
+MAMBA1 = tuple(f"mamba1.{name}" for name in ("x", "z", "conv", "dt_a", "b", "c", "dt", "out"))
+"""Mamba-1: values, output gate, convolution, compressed time steps, input and output vectors, time
+steps, output."""
+MAMBA1_VECTORS = ("mamba1.a_log", "mamba1.dt_bias", "mamba1.d")
+"""As `SSM_VECTORS`; a_log has a row per channel."""
 LINEARS = (
     "attn.q", "attn.k", "attn.v", "attn.o", "attn.gate", "attn.q_a", "attn.kv_a", *CROSS,
-    *SHORT_CONV, *DELTA, *SSM,
+    *SHORT_CONV, *DELTA, *SSM, *MAMBA1,
     "ffn.gate", "ffn.up", "ffn.down", "router", "moe.gate", "moe.up", "moe.down",
 )  # fmt: skip
 """Matrices of a layer that may have a bias; moe.gate, .up and .down have one tensor of biases
@@ -487,6 +518,8 @@ FUSED = {
     "delta.conv": DELTA_CONVS,
     "ssm.in": ("ssm.z", "ssm.x", "ssm.b", "ssm.c", "ssm.dt"),
     "ssm.conv": _SSM_CONVS,
+    "mamba1.in": ("mamba1.x", "mamba1.z"),
+    "mamba1.dt_bc": ("mamba1.dt_a", "mamba1.b", "mamba1.c"),
     "shared.gate_up": ("shared.gate", "shared.up"),
     "ffn.gate_up": ("ffn.gate", "ffn.up"),
     "moe.{j}.gate_up": ("moe.{j}.gate", "moe.{j}.up"),
@@ -495,7 +528,7 @@ FUSED = {
 LAYER_NORMS = (
     "attn_norm", "attn_post_norm", "cross_norm", "ffn_norm", "ffn_post_norm", "attn.q_norm",
     "attn.k_norm", "attn.q_a_norm", "attn.kv_a_norm", "delta.norm",
-    "ssm.norm",
+    "ssm.norm", "mamba1.dt_norm", "mamba1.b_norm", "mamba1.c_norm",
 )  # fmt: skip
 DIVISORS = ("rope_divisors", "rope_short_divisors", "rope_long_divisors")
 """Divisors of the rotary frequencies; the latter two are LongRoPE's."""
@@ -511,12 +544,13 @@ LATENT_MATRICES = ("attn.k_b", "attn.v_b")
 
 _IN_LAYERS = (
     *LAYER_NORMS, *HEAD_NORMS, "attn.sinks", *LINEARS, *DELTA_CONVS, *DELTA_VECTORS,
-    *SSM_VECTORS, *XIELU, *LATENT_MATRICES, *FUSED, *EXPERT_MATRICES, "moe.gate_up",
+    *SSM_VECTORS, *MAMBA1_VECTORS, *XIELU, *LATENT_MATRICES, *FUSED, *EXPERT_MATRICES,
+    "moe.gate_up",
     *SHARED_MATRICES, "shared_gate",
 )  # fmt: skip
 _ONE_KIND = {
     "bias": ("embed", "positions", "position_bias", "types", "attn.k_b", "attn.v_b", "attn.kv_b",
-             "attn.sinks", *HEAD_NORMS, *DELTA_VECTORS, *SSM_VECTORS, *XIELU),
+             "attn.sinks", *HEAD_NORMS, *DELTA_VECTORS, *SSM_VECTORS, *MAMBA1_VECTORS, *XIELU),
     "weight": (*EXPERT_BIASES, "moe.gate_up"),
 }  # fmt: skip
 """Tensors that have only a weight, or only a bias."""

@@ -10,11 +10,9 @@ from typing import Any
 from nbflow.checkpoint.quantization_config import read_quantization
 from nbflow.spec.architecture import (
     ClassifierSpec,
-    DeltaSpec,
     LatentSpec,
     LayerKind,
     MoeSpec,
-    StateSpaceSpec,
 )
 from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, encoder_of
 from nbflow.spec.fields import FIELDS, FUSED, MAX_ITEMS, REQUIRED, check_field
@@ -22,6 +20,7 @@ from nbflow.spec.formula import evaluate
 from nbflow.spec.layer_types import first_layers, layer_kinds, types_of
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.positions import ropes, temperature, unrotated
+from nbflow.spec.recurrent import delta, selective, state_space
 from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import check_value
 from nbflow_kernels.errors import UsageError
@@ -128,8 +127,9 @@ def build_spec(
             unrotated_layers=unrotated(values, full_layers, where),
             temperature=temperature(values, where),
             latent=_latent(values),
-            delta=_delta(values),
-            ssm=_state_space(values),
+            delta=delta(values),
+            ssm=state_space(values),
+            selective=selective(values),
             moe=_moe(values),
             tensors=names,
             ignored_tensors=_ignored(
@@ -142,10 +142,13 @@ def build_spec(
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key, or None if it is null or absent."""
+    """Return the value of a dotted key, or None if it is null or absent; a number enters a list."""
     value: Any = config
     for part in _full(config, key).split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, list) and part.isdecimal():
+            value = value[int(part)] if int(part) < len(value) else None
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
@@ -245,7 +248,8 @@ def _from_config(
         if value is None or value == {}:  # an empty table of scalings is absent
             continue
         if rule.kinds:
-            return types_of(value, rule.kinds, values["n_layers"], f"{where}: {key}")
+            offset = None if rule.offset is None else lookup(config, rule.offset)
+            return types_of(value, rule.kinds, values["n_layers"], f"{where}: {key}", offset)
         if rule.where is not None:
             words = check_value(value, f"{where}: {key}", [str])
             if len(words) > MAX_ITEMS:
@@ -353,24 +357,6 @@ def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
     )
 
 
-def _delta(values: Mapping[str, Any]) -> DeltaSpec | None:
-    if not values["linear_value_heads"]:
-        return None
-    parts = ("key_heads", "value_heads", "key_dim", "value_dim", "beta_scale")
-    eps = values["linear_norm_eps"]
-    return DeltaSpec(
-        **{name: values[f"linear_{name}"] for name in parts},
-        norm_eps=values["norm_eps"] if eps is None else eps,
-    )
-
-
-def _state_space(values: Mapping[str, Any]) -> StateSpaceSpec | None:
-    if not values["ssm_heads"]:
-        return None
-    parts = ("heads", "head_dim", "groups", "state_dim", "norm_groups", "dt_min")
-    return StateSpaceSpec(**{name: values[f"ssm_{name}"] for name in parts})
-
-
 def _classifier(activation: Any, config: Mapping[str, Any], where: str) -> ClassifierSpec | None:
     """Return the classification head, whose labels and kind config.json states as transformers."""
     if activation == "none":
@@ -404,10 +390,11 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
     if not values["n_experts"]:
         return None
     every, dense = max(1, values["expert_every"]), set(values["dense_layers"])
+    offset = every - 1 if values["expert_offset"] is None else values["expert_offset"]
     layers = frozenset(
         i
         for i in range(values["dense_first"], values["n_layers"] - values["dense_last"])
-        if (i + 1) % every == 0 and i not in dense
+        if i % every == offset and i not in dense
     )
     if values["expert_layers"] is not None:
         layers = frozenset(i for i in values["expert_layers"] if i < values["n_layers"])

@@ -99,7 +99,8 @@ def _kind_in_words(kind: Kind) -> str:
     if isinstance(kind, tuple):
         return ", ".join(kind)
     if isinstance(kind, list):
-        return f"list of {_TYPES[kind[0]]}s"
+        one = kind[0]
+        return f"list of {', '.join(one) if isinstance(one, tuple) else f'{_TYPES[one]}s'}"
     return "table" if kind is dict else _TYPES[kind]
 
 
@@ -108,7 +109,7 @@ def _kind(kind: Kind) -> dict[str, Any]:
     if isinstance(kind, tuple):
         return {"enum": list(kind)}
     if isinstance(kind, list):
-        one = {"type": _TYPES[kind[0]]}
+        one = _kind(kind[0])
         return {"anyOf": [one, {"type": "array", "items": one}]}
     return {"type": "object"} if kind is dict else {"type": _TYPES[kind]}
 

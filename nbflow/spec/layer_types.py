@@ -13,12 +13,20 @@ from nbflow.utils.toml_schema import check_value
 from nbflow_kernels.errors import UsageError
 
 
-def types_of(stated: Any, kinds: Sequence[str], n: int, where: str) -> tuple[str, ...]:
-    """Return layer_types from numbers of layers, or n for every n-th layer."""
+def types_of(
+    stated: Any, kinds: Sequence[str], n: int, where: str, offset: Any = None
+) -> tuple[str, ...]:
+    """Return layer_types from numbers of layers, or n for every n-th layer.
+
+    The first of the latter is `offset`, by default n - 1.
+    """
     if isinstance(stated, int) and not isinstance(stated, bool):
         if not 1 <= stated <= MAX_ITEMS:
             raise UsageError(f"{where}: must be 1..{MAX_ITEMS}, got {shown(stated)}")
-        chosen = set(range(stated - 1, n, stated))
+        first = stated - 1 if offset is None else check_value(offset, f"{where}: offset", int)
+        if not 0 <= first < stated:
+            raise UsageError(f"{where}: offset must be 0..{stated - 1}, got {shown(first)}")
+        chosen = set(range(first, n, stated))
     else:
         chosen = set(check_field(stated, where, FIELDS["dense_layers"]))
     if not chosen <= set(range(n)):

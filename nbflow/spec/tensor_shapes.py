@@ -17,7 +17,7 @@ Shapes = dict[str, tuple[int, ...]]
 def layer_norms(spec: Architecture, layer: int) -> tuple[str, ...]:
     """Return the names of the norms around a layer's sublayers."""
     kind, place = spec.kind_of(layer), spec.norm_place_of(layer)
-    has_mixer = kind.mixer != "none" or kind.op is not None
+    has_mixer = kind.mixer != ("none",) or kind.op is not None
     has_feed_forward = kind.feed_forward or kind.feed_forward_op is not None
     sublayers = (*["attn"] * has_mixer, *["ffn"] * has_feed_forward)
     first = ("attn_norm",) if spec.residual == "parallel" else tuple(f"{s}_norm" for s in sublayers)
@@ -50,7 +50,8 @@ def layer_shapes(spec: Architecture, layer: int) -> Shapes:
     shapes: Shapes = {}
     for norm in layer_norms(spec, layer):
         shapes |= _norm(spec, norm, E)
-    shapes |= MIXER_SHAPES[kind.mixer](spec)
+    for mixer in kind.mixer:
+        shapes |= MIXER_SHAPES[mixer](spec)
     for key, part in PLACES.items():
         if (op := getattr(kind, key)) is not None:
             of_op = OPS[op].shapes(spec)
@@ -157,7 +158,31 @@ def _state_space_shapes(spec: Architecture) -> Shapes:
         shapes[f"ssm.{name}_conv.weight"] = (rows[name], spec.conv_kernel)
     for name in ("a_log", "dt_bias", "d"):
         shapes[f"ssm.{name}.weight"] = (ssm.heads,)
-    return shapes | {"ssm.norm.weight": (ssm.width,), "ssm.out.weight": (E, ssm.width)}
+    if ssm.norm != "none":
+        shapes["ssm.norm.weight"] = (ssm.width,)
+    return shapes | {"ssm.out.weight": (E, ssm.width)}
+
+
+def _selective_shapes(spec: Architecture) -> Shapes:
+    mamba, E = spec.selective, spec.hidden_size
+    assert mamba is not None
+    C, N, R = mamba.width, mamba.state_dim, mamba.dt_rank
+    low = {"dt": R, "b": N, "c": N}
+    norms = {f"mamba1.{name}_norm.weight": (n,) for name, n in low.items()}
+    return {
+        "mamba1.x.weight": (C, E),
+        "mamba1.z.weight": (C, E),
+        "mamba1.conv.weight": (C, spec.conv_kernel),
+        "mamba1.dt_a.weight": (R, C),
+        "mamba1.b.weight": (N, C),
+        "mamba1.c.weight": (N, C),
+        **(norms if mamba.norm == "weighted" else {}),
+        "mamba1.dt.weight": (C, R),
+        "mamba1.a_log.weight": (C, N),
+        "mamba1.dt_bias.weight": (C,),
+        "mamba1.d.weight": (C,),
+        "mamba1.out.weight": (E, C),
+    }
 
 
 def _no_shapes(spec: Architecture) -> Shapes:
@@ -168,6 +193,7 @@ MIXER_SHAPES = {
     "attention": _attention_shapes,
     "short_conv": _short_conv_shapes,
     "gated_delta_rule": _delta_shapes,
+    "mamba1": _selective_shapes,
     "mamba2": _state_space_shapes,
     "none": _no_shapes,
 }

@@ -24,8 +24,9 @@ IN_WORDS: dict[Any, str] = {
 }
 """Names of the types in messages."""
 
-Kind = type | tuple[str, ...] | list[type]
-"""A type; a tuple of the words allowed; or ``[int]`` for one integer or a list of them."""
+Kind = type | tuple[str, ...] | list[Any]
+"""A type; a tuple of the words allowed; or a list with one of these, e.g. ``[int]`` for one integer
+or a list of them."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:

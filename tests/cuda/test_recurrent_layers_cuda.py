@@ -5,20 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import nbflow
 
-FOLDER = Path(__file__).parents[1] / "golden" / "families" / "qwen3_5"
+FAMILIES = Path(__file__).parents[1] / "golden" / "families"
 
 
-def test_a_model_with_the_gated_delta_rule_and_gated_attention():
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "falcon_mamba"])
+def test_models_with_recurrent_layers(name):
     """Chunks of a prompt, then a batch; roundings as in tests/models/test_families.py.
 
     Step by step, sums of the recurrence are rounded more often than in the chunks of the CPU.
     """
-    with np.load(FOLDER / "golden.npz") as file:
+    folder = FAMILIES / name
+    with np.load(folder / "golden.npz") as file:
         ids, logits, continuation = file["ids"], file["logits"], file["continuation"]
-    with nbflow.load(FOLDER, kv="f32", max_step_tokens=17, device="emulator") as model:
+    with nbflow.load(folder, kv="f32", max_step_tokens=17, device="emulator") as model:
         found = model.logits(ids[:20])
         assert np.abs(found - logits[:20]).max() < 5e-6 * np.abs(logits).max()
         both = model.generate_batch([ids, ids[:5]], max_tokens=3)

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 import nbflow
+from nbflow.engine.request import Request
+from nbflow.engine.scheduler import Scheduler
 from nbflow.executor import overlap
 from nbflow.kv_cache import BlockTable, StateTable
 from nbflow.kv_cache.state_table import ZEROS
 from nbflow.planner.memory_plan import plan_memory
+from nbflow.sampling import Greedy
 from nbflow.spec import families
 from nbflow.spec.from_config import build_spec
 from nbflow_kernels.errors import UsageError
@@ -144,24 +147,83 @@ def test_preempted_requests_are_computed_again(model, greedy):
     assert (request.ids, scheduler.n_preemptions) == (greedy(11), 2)
 
 
-def test_an_engine_serves_without_the_prefix_cache(model, greedy, caplog):
-    with caplog.at_level(logging.INFO), nbflow.LLMEngine(model, max_sequences=3) as engine:
-        handles = [engine.submit(model.make_request(IDS[:n], N_NEW)) for n in (40, 40, 3, 26, 26)]
-        results = [handle.result() for handle in handles]
-    assert [r.ids for r in results] == [greedy(n) for n in (40, 40, 3, 26, 26)]
-    assert [r.cached_tokens for r in results] == [0] * 5
-    assert "the prefix cache is off" in caplog.text
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_start_from_kept_states(name, tmp_path, caplog):
+    """Tokens are the same with and without the prefix cache, and with different later tokens."""
+    long = [*IDS, *IDS[::-1], *IDS[::2]]  # 100 tokens; a page holds 64
+    other = [*long[:66], 5, 6, 7]
+    prompts = [long, long, IDS[:3], other, long[:64], other]
+    (tmp_path / "own.toml").write_text(f'family = "{name}"\n[override]\nmax_context = 128\n')
+    options = {"kv": "f32", "max_step_tokens": 24, "threads": 1, "spec": tmp_path / "own.toml"}
+    found = []
+    with nbflow.load(FOLDER / name, **options) as model:
+        for kept, cached in ((0, [0] * 6), (1, [0, 64, 0, 64, 0, 64])):
+            tokens = []
+            with (
+                caplog.at_level(logging.INFO),
+                nbflow.LLMEngine(model, max_sequences=3, prefix_states=kept) as engine,
+            ):
+                for ids, n in zip(prompts, cached, strict=True):
+                    greedy = engine.submit(model.make_request(ids, N_NEW)).result()
+                    seeded = model.make_request(ids, N_NEW, "top_p", 7, top_p=0.95)
+                    assert greedy.cached_tokens == n
+                    tokens.append((greedy.ids, engine.submit(seeded).result().ids))
+            found.append(tokens)
+            assert ("the prefix cache is off" in caplog.text) == (kept == 0)
+            caplog.clear()
+    assert found[0] == found[1]
+
+
+def test_borders_at_which_states_are_kept():
+    scheduler = Scheduler(BlockTable(4, states=StateTable(1, 1)), 4096, prefix_cache=True)
+    request, ends = Request(list(range(2000)), 1, Greedy()), []
+    scheduler.add(request)
+    while request.n_pending:
+        (entry,) = scheduler.next_step()
+        scheduler.table.extend(request.id, entry.n_tokens)
+        request.n_computed += entry.n_tokens
+        scheduler.commit(request)
+        kept = scheduler.table.find(scheduler.table.chain(request.prompt), 2000)[0]
+        ends.append((request.n_computed, kept))
+    assert ends == [(512, 512), (1024, 1024), (1984, 1984), (2000, 1984)]
+
+
+def test_kept_states_of_a_block_table():
+    table = BlockTable(4, 8, states=StateTable(2, 2))
+    chains = [table.chain([*range(8), *more]) for more in ([9, 9], [9, 9], [8, 8, 8, 8, 8])]
+    ids = [*range(8), 9, 9]
+    table.add(1, chains[0], 10)
+    table.extend(1, 8)
+    table.commit(1, ids[:8], keep_state=True)
+    assert table.states.take_copies() == [(ZEROS, 0), (0, 1)]
+    assert table.find(chains[1], 10) == (8, False)
+    assert table.add(2, chains[1], 10) == 8
+    assert table.states.take_copies() == [(1, 2)]
+    table.extend(2, 4)
+    table.commit(2, [*ids, 3, 3], keep_state=False)
+    assert table.find(table.chain([*ids, 3, 3, 1]), 13)[0] == 8  # no state after the third page
+    table.drop(1)
+    table.drop(2)
+    assert table.add(3, table.chain([7] * 33), 33) == 0
+    table.extend(3, 32)  # takes all pages, so that the states after them go as well
+    assert table.find(chains[2], 13) == (0, False)
+    table.commit(3, [7] * 32, keep_state=True)
+    assert table.states.most_used_rows == 3
+    table.drop(3)
+    table.clear_cache()
+    assert len(table.states._free) == table.states.n_rows
 
 
 def test_memory_of_the_states(model):
     (rank,) = model.gather("page_memory")
-    n_bytes = rank["page_bytes"] + 2 * rank["state_bytes"]
-    with pytest.raises(UsageError, match=f"kv_bytes must be at least {n_bytes}, .* 2 sequences"):
-        nbflow.LLMEngine(model, max_sequences=2, kv_bytes=n_bytes - 1)
-    with nbflow.LLMEngine(model, max_sequences=2, kv_bytes=n_bytes):
+    n_bytes = rank["page_bytes"] + 5 * rank["state_bytes"]
+    options = {"max_sequences": 2, "prefix_states": 3}
+    with pytest.raises(UsageError, match=f"least {n_bytes}, .* 2 sequences .* 3 kept ones"):
+        nbflow.LLMEngine(model, kv_bytes=n_bytes - 1, **options)
+    with nbflow.LLMEngine(model, kv_bytes=n_bytes, **options):
         assert model.memory()[0]["kv_bytes"] == n_bytes
     path = FOLDER / model.spec.name
-    planned = plan_memory(path, kv="f32", max_sequences=2, kv_bytes=n_bytes)
+    planned = plan_memory(path, kv="f32", kv_bytes=n_bytes, **options)
     assert planned.ranks[0].kv_bytes == n_bytes
 
 
@@ -195,10 +257,13 @@ def test_layer_types_by_numbers():
         ("lfm2", "none", [], "attention attention attention attention"),
         ("nemotron_h", "hybrid_override_pattern", "M-*-", "ssm none attention none"),
         ("nemotron_h", "hybrid_override_pattern", "M-E-", "hybrid_override_pattern: must be"),
+        ("jamba", "attn_layer_period", 3, "mamba1 attention mamba1 mamba1"),
         ("qwen3_next", "full_attention_interval", 3, "delta delta attention delta"),
     ):
         mixers = {"short_conv": "conv", "gated_delta_rule": "delta", "mamba2": "ssm"}
         more = {"moe_intermediate_size": 8, key: stated}
+        if family == "jamba":
+            more |= {"attn_layer_offset": 1, "mamba_expand": 2}
         build = functools.partial(
             build_spec, families()[family], config | more, name="a", where="b"
         )
@@ -206,7 +271,7 @@ def test_layer_types_by_numbers():
             with pytest.raises(UsageError, match=expected):
                 build(checkpoint_tensors=None)
         else:
-            found = [kind.mixer for kind in build(checkpoint_tensors=None).layer_kinds]
+            found = [kind.mixer[0] for kind in build(checkpoint_tensors=None).layer_kinds]
             assert " ".join(mixers.get(name, name) for name in found) == expected
 
 
@@ -219,6 +284,8 @@ def test_layer_types_of_a_family_file(tmp_path):
         ("[structure]\nconv_kernel = 1\n", "need conv_kernel, at least 2, got 1"),
         ('[structure]\nlayer_types = ["conv", "conv"]\n', "must have 4 entries, got 2"),
         ('[structure]\nlayer_types = ["convs"]\n', "layer_types: must be .*conv"),
+        ('[layer.conv]\nmixer = ["mamba2", "none"]\n', "several mixers in a layer need"),
+        ('[layer.conv]\nmixer = ["short_conv", "short_conv"]\n', "several that differ"),
     ):
         (tmp_path / "own.toml").write_text(base + text)
         with pytest.raises(UsageError, match=message):

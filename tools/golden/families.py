@@ -204,6 +204,17 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {
                                    "rope_parameters": rope("yarn", **LATENT_YARN)}),
 }  # fmt: skip
 """Name -> class and configuration."""
+FALCON_H1 = {
+    **FOUR_EVEN, "mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_state": 18, "mamba_n_groups": 2,
+    "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "mlp_multipliers": [0.7, 1.3],
+    "key_multiplier": 0.6, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.8,
+    "ssm_multipliers": [0.6, 1.4, 0.7, 1.2, 0.9], "ssm_in_multiplier": 1.1,
+    "ssm_out_multiplier": 0.9,
+}  # fmt: skip
+MAMBA = {
+    "vocab_size": 97, "hidden_size": 36, "num_hidden_layers": 2, "state_size": 6,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "time_step_rank": 5,
+}  # fmt: skip
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {**FOUR_EVEN, "num_hidden_layers": 4, "tie_word_embeddings": True,
                       "conv_bias": True, "block_multiple_of": 10, "intermediate_size": 80,
@@ -251,6 +262,20 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         **FOUR_EVEN, "num_hidden_layers": 4, "mamba_num_heads": 4, "mamba_head_dim": 16,
         "n_groups": 2, "ssm_state_size": 18, "layers_block_type": [
             "linear_attention", "mlp", "full_attention", "mlp"]}),
+    "falcon_h1": ("FalconH1", FALCON_H1),
+    "falcon_h1_norm": ("FalconH1", {
+        **FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+        "mamba_proj_bias": True, "projectors_bias": True, "attention_bias": True,
+        "mlp_bias": True, "mamba_d_ssm": None}),
+    "bamba": ("Bamba", {
+        **FOUR_EVEN, "num_hidden_layers": 3, "mamba_n_heads": 4, "mamba_d_state": 18,
+        "mamba_n_groups": 2, "attn_layer_indices": [1]}),
+    "jamba": ("Jamba", {
+        **FOUR_EVEN, "num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1,
+        "expert_layer_period": 3, "expert_layer_offset": 0, "num_experts": 4,
+        "mamba_d_state": 6, "mamba_dt_rank": 5, "intermediate_size": 24}),
+    "mamba": ("Mamba", {**MAMBA, "use_bias": True}),
+    "falcon_mamba": ("FalconMamba", {**MAMBA, "state_size": 20, "time_step_rank": "auto"}),
 }  # fmt: skip
 """Models with recurrent layers: name -> class and configuration."""
 WIDE = RECURRENT | recent.MODELS

@@ -216,15 +216,15 @@ def _permute(ids, rows, indptr, inverse, start, stop):
 
 @jit.kernel
 def _combine(y, weights, inverse, accumulate, out, start, stop):
-    H = y.shape[1]
+    H, y_bytes = y.shape[1], y.strides[0]  # rows may be columns of wider ones
     for t in range(start, stop):
-        dst = simd.address(out) + 4 * H * t
+        dst = simd.address(out) + out.strides[0] * t
         for d in range(0, H - 15, 16):
             total = simd.load_f32(dst + 4 * d) if accumulate else simd.splat(0.0)
             for j in range(inverse.shape[1]):
                 row = np.int64(inverse[t, j])
                 if row >= 0:
-                    values = simd.load_f32(simd.address(y) + 4 * (H * row + d))
+                    values = simd.load_f32(simd.address(y) + y_bytes * row + 4 * d)
                     total = simd.fma(simd.splat(weights[t, j]), values, total)
             simd.store_f32(dst + 4 * d, total)
         for d in range(H // 16 * 16, H):

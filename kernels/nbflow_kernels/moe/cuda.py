@@ -37,7 +37,9 @@ _place_pairs = _kernel(
     "i32 first_id",
 )
 _combine = _kernel(
-    "combine", "f32* y, f32* weights, i32* inverse, f32* out, i32 H, i32 k, i32 P, i32 accumulate"
+    "combine",
+    "f32* y, f32* weights, i32* inverse, f32* out, i32 H, i32 k, i32 P, i32 accumulate, i64 y_row, "
+    "i64 out_row",
 )
 _scale_rows = _kernel("scale_rows", "f32* x, f32* gate, f32* y, i32 width, i32 H")
 _clear_unused = _kernel(
@@ -132,7 +134,7 @@ def combine(y: Any, weights: Any, inverse: Any, accumulate: bool, out: Any) -> N
             _combine(
                 (cuda.ceil_div(H, 256), len(out[part])), 256,
                 (y, weights[part], inverse[part], out[part], H, weights.shape[1], len(y),
-                 int(accumulate)),
+                 int(accumulate), y.strides[0] // 4, out.strides[0] // 4),
             )  # fmt: skip
 
 

@@ -56,14 +56,14 @@ extern "C" __global__ void __launch_bounds__(256) place_pairs(
 // Weighted sum of a token's results, in order.  Thread block (columns, token).
 extern "C" __global__ void __launch_bounds__(256) combine(
     const float* y, const float* weights, const int* inverse, float* out, int H, int k, int P,
-    int accumulate) {
+    int accumulate, long long y_row, long long out_row) {
   const int d = blockIdx.x * 256 + threadIdx.x, t = blockIdx.y;
   if (d >= H) return;
-  float* to = out + (long long)t * H + d;
+  float* to = out + t * out_row + d;
   float total = accumulate ? *to : 0.0f;
   for (int j = 0; j < k; j++) {
     const int position = inverse[t * k + j];
-    if (position >= 0 && position < P) total = fmaf(weights[t * k + j], y[(long long)position * H + d], total);
+    if (position >= 0 && position < P) total = fmaf(weights[t * k + j], y[position * y_row + d], total);
   }
   *to = total;
 }
