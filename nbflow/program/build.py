@@ -19,6 +19,9 @@ from nbflow.spec.architecture import LatentSpec
 from nbflow.spec.fields import EXPERT_BIASES, XIELU
 from nbflow.spec.model_spec import ModelSpec
 
+Sublayer = Callable[[ModelSpec, int, str], list[Op]]
+"""Function that makes the ops of layer `i`, from the buffer `source` on."""
+
 
 def build(spec: ModelSpec) -> Program:
     """Return the unfused program of a whole model."""
@@ -121,7 +124,7 @@ def _layer(spec: ModelSpec, i: int) -> list[Op]:
         return [*norms, *_attention(spec, i, "h"), *_feed_forward(spec, i, "h2")]
     ops: list[Op] = []
     kind, place = spec.kind_of(i), spec.norm_place_of(i)
-    sublayers = {} if kind.mixer == ("none",) else {"attn": _mix}
+    sublayers: dict[str, Sublayer] = {} if kind.mixer == ("none",) else {"attn": _mix}
     if kind.op is not None:
         sublayers["attn"] = _plugin_op(kind.op, "op")
     if spec.encoder is not None:
@@ -144,7 +147,7 @@ def _layer(spec: ModelSpec, i: int) -> list[Op]:
     return ops
 
 
-def _plugin_op(name: str, part: str) -> Callable[[ModelSpec, int, str], list[Op]]:
+def _plugin_op(name: str, part: str) -> Sublayer:
     """Return the function that makes a sublayer of a plugin's op."""
     return lambda spec, i, source: plugin_op(spec, i, name, part, source)
 

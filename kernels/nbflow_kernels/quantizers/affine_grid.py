@@ -86,8 +86,8 @@ def with_codes(format: QuantFormat, data: Bytes, codes: Bytes) -> Bytes:
     if isinstance(format, AffineFormat):
         return format.blocks(parts, format.stored_parameters(blocks)).reshape(data.shape)
     if isinstance(format, GroupFormat):
-        params = format.scales(blocks), format.offsets(blocks)
-        return format.blocks(parts, *params).reshape(data.shape)
+        of_groups = format.scales(blocks), format.offsets(blocks)
+        return format.blocks(parts, *of_groups).reshape(data.shape)
     assert isinstance(format, KQuantFormat)
     rows = format.integers(blocks)
     assert rows.scales is not None
