@@ -16,6 +16,7 @@ import math
 
 from nbflow.distributed.plan import RankPlan
 from nbflow.program.records import Buffer, Op, Operand, Program
+from nbflow_kernels.errors import UsageError
 
 ROW_PARALLEL = ("attn.o", "cross.o", "ffn.down", "shared.down", "short.out", "delta.out",
                 "ssm.out")  # fmt: skip
@@ -49,6 +50,7 @@ def partition(program: Program, plan: RankPlan) -> Program:
             continue
         ops.append(op if alone else _inside_layer(op, plan, cuts))
         partial = not alone and (partial or (op.out == "o" and op.kind != "norm"))
+    _check_selection(ops)
     if plan.sends_to and has_x:
         ops.append(Op("send", "x", ("x",), attrs={"peers": plan.sends_to}))
     heads = plan.heads[1] - plan.heads[0], plan.kv_heads[1] - plan.kv_heads[0]
@@ -60,6 +62,16 @@ def partition(program: Program, plan: RankPlan) -> Program:
         tuple(range(*plan.layers)),
         plan.heads[0],
     )
+
+
+def _check_selection(ops: list[Op]) -> None:
+    """Raise if a stage begins with a layer that shares the keys that an earlier one selects."""
+    first = next((op for op in ops if op.kind in ("select_keys", "sparse_attention")), None)
+    if first is not None and first.kind == "sparse_attention":
+        raise UsageError(
+            f"partition: a stage begins with layer {first.layer}, which attends to the keys that "
+            "the layer before it selects (index_types); begin it with a full layer"
+        )
 
 
 def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffer]:
