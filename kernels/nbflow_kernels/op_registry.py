@@ -46,7 +46,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "attention": (
         "single_prefill_with_kv_cache", "single_decode_with_kv_cache", "merge_state",
-        "merge_state_in_place", "merge_states", "AttentionVariant", "BatchAttention",
+        "merge_state_in_place", "merge_states", "select_top_keys", "AttentionVariant",
+        "BatchAttention",
         "BatchAttentionWithAttentionSinkWrapper", "PODWithPagedKVCacheWrapper",
         "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper",
         "BatchPrefillWithRaggedKVCacheWrapper", "BatchMLAPagedAttentionWrapper",

@@ -19,6 +19,7 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.executor.executor import Executor
 from nbflow.executor.expert_bias import expert_biases
+from nbflow.executor.sparse_attention import SparseAttention, append_index, select_keys
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.storage import LAYOUT
 from nbflow.program.cost import sends_q8
@@ -390,7 +391,8 @@ class Binder:
     def _rope(self, op: Op, index: int) -> BoundOp:
         kernels = self._kernels("position")
         rope, first = op.attrs["rope"], op.attrs.get("first", 0)
-        q, k = (self._heads(name, self._spec.cached_dim)[..., first:] for name in op.inputs)
+        head = op.attrs.get("head", self._spec.cached_dim)
+        q, k = (self._heads(name, head)[..., first:] for name in op.inputs)
         return self._captured(
             op, kernels.apply_rope_with_cos_sin_cache_inplace, self.arrays.rope_rows, q, k,
             self.executor.rope_table(rope), rope.style == "half",
@@ -437,6 +439,16 @@ class Binder:
         return calls
 
     _cross_attention = _attention
+
+    def _append_index(self, op: Op, index: int) -> BoundOp:
+        return self._captured(op, *append_index(self, op))
+
+    def _select_keys(self, op: Op, index: int) -> BoundOp:
+        return self._captured(op, *select_keys(self, op))
+
+    def _sparse_attention(self, op: Op, index: int) -> BoundOp:
+        sparse = SparseAttention(self, self.arrays, op)
+        return PythonOp(op.kind, sparse.run_on_cpu)
 
     def _input(self, op: Op, index: int) -> BoundOp:
         out, executor = self.view(op.out), self.executor

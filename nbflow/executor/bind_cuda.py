@@ -29,6 +29,7 @@ from nbflow.executor.cuda_graphs import CollectiveOp, HostOp, attention_limits
 from nbflow.executor.cuda_moe import MoERunner
 from nbflow.executor.executor import Executor
 from nbflow.executor.expert_bias import expert_biases
+from nbflow.executor.sparse_attention import SparseAttention, select_keys
 from nbflow.executor.step_buffers import CudaStepArrays, StepArrays
 from nbflow.program.cost import sends_q8
 from nbflow.program.records import Op
@@ -186,6 +187,15 @@ class CudaBinder(Binder):
         return self._captured(op, launch, step.plan, q, keys, values, out, None, kinds)
 
     _cross_attention = _attention
+
+    def _select_keys(self, op: Op, index: int) -> PythonOp:
+        launcher, *args = select_keys(self, op)
+        size = len(args[0]) * len(self.arrays.kv_indices) * self.executor.storage.page_size
+        self.workspaces.append(workspace(device_of(args[0]), "key scores", size, np.float32))
+        return self._captured(op, launcher, *args, self.workspaces[-1])
+
+    def _sparse_attention(self, op: Op, index: int) -> PythonOp:
+        return HostOp(op.kind, SparseAttention(self, self._host, op).run_on_device)
 
     def _input(self, op: Op, index: int) -> PythonOp:
         out, executor = self.view(op.out), self.executor

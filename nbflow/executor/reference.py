@@ -63,6 +63,7 @@ class ReferenceExecutor:
         self._cache: Cache = {}
         self._cross_kv = cross_kv or {}
         self._external_rows = np.zeros((0, 0))
+        self._index_keys: dict[int, np.ndarray] = {}
         self._states: dict[StateKey, np.ndarray] = {}  # (1, *state)
         self._length = 0
         self._ids = np.zeros(0, np.int64)
@@ -102,6 +103,7 @@ class ReferenceExecutor:
         is_long = self._program.spec.is_long
         if len(before) and is_long(len(self._ids)) and not is_long(len(before)):
             self._length, self._cache, self._states = 0, {}, {}
+            self._index_keys = {}
             self._run_ops(before)
         return self._run_ops(ids)
 
@@ -191,7 +193,7 @@ class ReferenceExecutor:
 
     def _rope(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
         rope, first = op.attrs["rope"], op.attrs.get("first", 0)
-        heads = [self._heads(values[name]) for name in op.inputs]
+        heads = [self._heads(values[name], op.attrs.get("head")) for name in op.inputs]
         q, k = (x[..., first:] for x in heads)
         table = position.rope_cos_sin_cache(
             self._length + len(ids),
@@ -244,6 +246,28 @@ class ReferenceExecutor:
             sinks=self._bias[index],
             variant=None if spec.attention is None else find_variant(spec.attention, spec.name),
         )
+        return result.reshape(len(ids), -1)
+
+    def _append_index(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
+        new = values[op.inputs[0]]
+        old = self._index_keys.get(op.layer or 0, new[:0])
+        self._index_keys[op.layer or 0] = np.concatenate([old, new])
+
+    def _select_keys(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        keys, zeros = self._index_keys[op.layer or 0][None], np.zeros(len(ids), np.int32)
+        q, weights = (values[name] for name in op.inputs)
+        return attention.select_top_keys(
+            self._heads(q, keys.shape[2]), weights, keys, zeros, self._positions(ids),
+            np.zeros(1, np.int32), np.array([0, 1]), top_k=self._program.buffers[op.out].width,
+        )  # fmt: skip
+
+    def _sparse_attention(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        (k, v), selected = self._cache[op.layer or 0], values[op.inputs[1]]
+        visible = (selected[:, :, None] == np.arange(len(k))).any(axis=1)
+        result: np.ndarray = attention.single_prefill_with_kv_cache(
+            self._heads(values[op.inputs[0]]), k, v, custom_mask=visible,
+            sm_scale=self._program.spec.sm_scale,
+        )  # fmt: skip
         return result.reshape(len(ids), -1)
 
     def _cross_attention(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:

@@ -148,7 +148,8 @@ class LatentStorage(KVStorage):
     """MLA storage: one latent vector per token, whose first columns are the values.
 
     The values of a layer are a view of its pages.  Parameters as in `KVStorage`; vectors have
-    `width` columns, of which `value_width` are values.
+    `width` columns, of which `value_width` are values.  With `index_width` there are also float32
+    index keys of this width, whose small differences decide which keys are selected.
     """
 
     def __init__(
@@ -160,7 +161,11 @@ class LatentStorage(KVStorage):
         kv: str,
         xp: Any = np,
         host: tuple[Any, int] = (np, 0),
+        index_width: int = 0,
     ) -> None:
+        self._index_width = index_width
+        self.index_keys: dict[int, Any] = {}
+        """Index keys of each layer, shape (pages, 1, page_size, index_width)."""
         format, other = kv_formats(kv)
         if format != other:
             raise UsageError(
@@ -177,10 +182,18 @@ class LatentStorage(KVStorage):
         super().__init__(layers, page_size, 1, width, kv, xp, host)
 
     def _arrays_of_layer(self, n_kv_heads: int, head_dim: int) -> list[PageArray]:
-        return [self._page_array(n_kv_heads, self.formats[0], head_dim)]
+        found = [self._page_array(n_kv_heads, self.formats[0], head_dim)]
+        if self._index_width:
+            found.append(((1, self.page_size, self._index_width), np.dtype(np.float32)))
+        return found
+
+    def _keep(self, layer: int, arrays: tuple[Any, ...]) -> None:
+        super()._keep(layer, arrays)
+        if self._index_width:
+            self.index_keys[layer] = arrays[1]
 
     def _pair(self, arrays: tuple[Any, ...]) -> tuple[Any, Any]:
-        (vectors,) = arrays
+        vectors = arrays[0]
         return vectors, vectors[..., : self._value_length]
 
 
@@ -196,5 +209,6 @@ def make_storage(
     """Return the storage of some layers of a model."""
     if spec.latent is not None:
         width, value_width = spec.cached_dim, spec.latent.kv_rank
-        return LatentStorage(layers, page_size, width, value_width, kv, xp, host)
+        index_width = 0 if spec.indexer is None else spec.indexer.dim
+        return LatentStorage(layers, page_size, width, value_width, kv, xp, host, index_width)
     return KVStorage(layers, page_size, n_kv_heads, spec.head_dim, kv, xp, host)

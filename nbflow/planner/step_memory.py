@@ -117,6 +117,8 @@ def _attention_bytes(
     value_dim = spec.head_dim if spec.latent is None else spec.latent.kv_rank
     heads = (program.n_heads, program.n_kv_heads, spec.cached_dim, value_dim)
     found: dict[str, int] = {}
+    if any(op.kind == "select_keys" for op in program.ops):
+        found["key scores"] = FLOAT32_BYTES * shape.n_tokens * shape.n_pages * page_size
     for _ in kinds:
         capacity = StaticCapacity.of(
             heads[0] // heads[1], shape.n_tokens, shape.rows_each, shape.n_sequences,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from nbflow.program.layer_ops import add, linear, norm, plugin_op, scale
@@ -21,6 +22,8 @@ from nbflow.spec.model_spec import ModelSpec
 
 Sublayer = Callable[[ModelSpec, int, str], list[Op]]
 """Function that makes the ops of layer `i`, from the buffer `source` on."""
+INDEX_NORM_EPS = 1e-6
+"""Epsilon of the norm of index keys in all published models."""
 
 
 def build(spec: ModelSpec) -> Program:
@@ -66,6 +69,9 @@ def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
         C, H = spec.latent.kv_rank, spec.n_heads
         widths |= {"qa": spec.latent.q_rank, "latent": spec.cached_dim, "ql": H * spec.cached_dim}
         widths |= {"al": H * C, "a": H * spec.value_dim}
+    if spec.indexer is not None:
+        H, D = spec.indexer.heads, spec.indexer.dim
+        widths |= {"iq": H * D, "ik": D, "iw": H, "sel": spec.indexer.top_k}
     if spec.output_gate:
         widths["ag"] = q_width
     widths |= recurrent_widths(spec)
@@ -258,13 +264,37 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) 
         Op("copy_heads", "ql", ("q",), layer=i, attrs={"head": D, "columns": Dr}),
         Op("rope", "ql", ("ql", "latent"), layer=i, attrs={"rope": spec.rope_of(i), "first": C}),
         Op("append_kv", "kv", ("latent",), layer=i),
+        *_select_keys(spec, i, source),
         each_head("k_b", C, D, "q", "ql"),
         *_temperature(spec, i, "ql"),
-        Op("attention", "al", ("ql",), layer=i, attrs=_mask(spec, i)),
+        Op("attention", "al", ("ql",), layer=i, attrs=_mask(spec, i))
+        if spec.indexer is None
+        else Op("sparse_attention", "al", ("ql", "sel"), layer=i),
         each_head("v_b", Dv, C, "al", "a"),
         linear(spec, i, "attn.o", "a", "o"),
         add(spec, "x", "o", i),
     ]
+
+
+def _select_keys(spec: ModelSpec, i: int, source: str) -> list[Op]:
+    """Return the selection of the keys of sparse attention; it writes sel."""
+    indexer = spec.indexer
+    if indexer is None or i not in indexer.layers:
+        return []
+    norm = f"layers.{i}.attn.index_norm"
+    rope = replace(spec.rope_of(i), style=indexer.rope_style)
+    return [
+        linear(spec, i, "attn.index_k", source, "ik"),
+        Op(
+            "norm", "ik", ("ik",), (Operand(f"{norm}.weight"), Operand(f"{norm}.bias")), layer=i,
+            attrs={"norm": "layer", "eps": INDEX_NORM_EPS},
+        ),
+        linear(spec, i, "attn.index_q", "qa", "iq"),
+        Op("rope", "iq", ("iq", "ik"), layer=i, attrs={"rope": rope, "head": indexer.dim}),
+        Op("append_index", "kv", ("ik",), layer=i),
+        linear(spec, i, "attn.index_weights", source, "iw"),
+        Op("select_keys", "sel", ("iq", "iw"), layer=i),
+    ]  # fmt: skip
 
 
 def _cross_attention(spec: ModelSpec, i: int, source: str) -> list[Op]:

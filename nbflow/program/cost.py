@@ -89,7 +89,9 @@ def op_cost(program: Program, op: Op, step: StepShape, bits: Bits, kv: str) -> O
         n = step.n_tokens * width
         read = sum(n * bits(w.name) / 8 for w in op.weights[:1])
         return OpCost(weight_bytes=read, buffer_bytes=buffer_bytes)
-    if op.kind in ("append_kv", "attention", "cross_attention"):
+    if op.kind == "select_keys":
+        return _selection_cost(program, step, buffer_bytes)
+    if op.kind in ("append_kv", "attention", "sparse_attention", "cross_attention"):
         return _attention_cost(program, op, step, kv, buffer_bytes)
     n_bytes, n_weights, per_row = _weights_read(program, op, step, bits)
     if "state" in op.attrs:
@@ -134,7 +136,8 @@ def kv_token_bytes(program: Program, kv: str) -> int:
     """Return the KV cache bytes per token of one layer of a rank."""
     spec = program.spec
     formats = kv_formats(kv)[: 2 if spec.latent is None else 1]
-    return program.n_kv_heads * sum(f.row_bytes(spec.cached_dim) for f in formats)
+    index = 0 if spec.indexer is None else FLOAT32_BYTES * spec.indexer.dim
+    return program.n_kv_heads * sum(f.row_bytes(spec.cached_dim) for f in formats) + index
 
 
 def state_row_bytes(program: Program) -> int:
@@ -149,8 +152,17 @@ def _attention_cost(
     token_bytes = kv_token_bytes(program, kv)
     if op.kind == "append_kv":
         return OpCost(kv_bytes=token_bytes * step.n_tokens, buffer_bytes=buffer_bytes)
-    mask = mask_of(op)
     spec = program.spec
+    if op.kind == "sparse_attention":
+        assert spec.indexer is not None
+        assert spec.latent is not None
+        n = step.n_tokens * min(step.context, spec.indexer.top_k)
+        latent = token_bytes - FLOAT32_BYTES * spec.indexer.dim
+        per_key = 2 * program.n_heads * (spec.cached_dim + spec.latent.kv_rank)
+        return OpCost(
+            kv_bytes=latent * n, buffer_bytes=buffer_bytes, attention_operations=float(per_key * n)
+        )
+    mask = mask_of(op)
     causal = spec.causal
     if op.kind == "cross_attention":
         step, causal = dataclasses.replace(step, context=step.encoder_tokens), False
@@ -160,6 +172,18 @@ def _attention_cost(
         kv_bytes=token_bytes * step.keys(mask),
         buffer_bytes=buffer_bytes,
         attention_operations=float(per_pair * step.pairs(mask, causal)),
+    )
+
+
+def _selection_cost(program: Program, step: StepShape, buffer_bytes: float) -> OpCost:
+    """Return the cost of the index scores of all keys."""
+    indexer = program.spec.indexer
+    assert indexer is not None
+    everything = (None, None)
+    return OpCost(
+        kv_bytes=FLOAT32_BYTES * indexer.dim * step.keys(everything),
+        buffer_bytes=buffer_bytes,
+        attention_operations=2.0 * indexer.heads * indexer.dim * step.pairs(everything),
     )
 
 

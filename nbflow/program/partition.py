@@ -60,6 +60,7 @@ def partition(program: Program, plan: RankPlan) -> Program:
         ops.append(op if alone else _inside_layer(op, plan, cuts))
         if not alone and op.out in _PARTIAL and op.kind != "norm":
             partial = op.out
+    _check_selection(ops)
     if plan.sends_to and has_x:
         ops.append(Op("send", "x", ("x",), attrs={"peers": plan.sends_to}))
     heads = plan.heads[1] - plan.heads[0], plan.kv_heads[1] - plan.kv_heads[0]
@@ -71,6 +72,16 @@ def partition(program: Program, plan: RankPlan) -> Program:
         tuple(range(*plan.layers)),
         plan.heads[0],
     )
+
+
+def _check_selection(ops: list[Op]) -> None:
+    """Raise if a stage begins with a layer that shares the keys that an earlier one selects."""
+    first = next((op for op in ops if op.kind in ("select_keys", "sparse_attention")), None)
+    if first is not None and first.kind == "sparse_attention":
+        raise UsageError(
+            f"partition: a stage begins with layer {first.layer}, which attends to the keys that "
+            "the layer before it selects (index_types); begin it with a full layer"
+        )
 
 
 def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffer]:

@@ -18,8 +18,8 @@ sum_squares   out = sums of squares of the rows of each input, a column for each
               False for inputs that count as zero
 linear        out = input @ W.T + bias, W the concatenated rows of all `weights`;
               with attr ``accumulate``: out += ...; ``normalize_rows``: W's rows scaled to length 1
-rope          rotate the inputs (q, k) in place, attr ``rope``; attr ``first``: first column of each
-              head that is rotated
+rope          rotate the inputs (q, k) in place, attr ``rope``; attrs ``first``: first column of
+              each head that is rotated, ``head``: columns of a head, if not those of keys
 temperature   queries of out *= 1 + scale * ln(1 + (position + offset) // floor);
               attrs ``scale``, ``floor``, ``offset``
 copy_heads    last columns of each head of out = those of the input, attrs ``columns`` (number of
@@ -27,6 +27,11 @@ copy_heads    last columns of each head of out = those of the input, attrs ``col
 heads_linear  per head: first columns of out = first columns of the input @ W.T, with a weight per
               head
 append_kv     write inputs (k, v), or a latent vector alone, into the layer's pages
+append_index  write the index keys into the layer's pages
+select_keys   out = positions of the keys with the largest index scores, int32, then -1; inputs:
+              index queries, weights of their heads
+sparse_attention
+              out = attention(q) over the selected keys of the layer's pages; inputs (q, selection)
 attention     out = attention(q) over the layer's pages, attrs ``window`` and ``chunk``; the weight
               is the relative position bias by bucket, the bias the attention sinks
 cross_attention
@@ -78,11 +83,10 @@ from nbflow.spec.model_spec import ModelSpec
 
 Kind = Literal[
     "embedding", "norm", "sum_squares", "linear", "rope", "temperature", "copy_heads",
-    "heads_linear", "append_kv", "attention", "cross_attention", "input", "activation", "gate",
-    "conv", "sigmoid", "log_decay", "delta_rule", "mamba1", "mamba2", "gated_norm", "experts",
-    "plugin",
-    "scale_rows", "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send",
-    "recv",
+    "heads_linear", "append_kv", "append_index", "select_keys", "sparse_attention", "attention",
+    "cross_attention", "input", "activation", "gate", "conv", "sigmoid", "log_decay", "delta_rule",
+    "mamba1", "mamba2", "gated_norm", "experts", "plugin", "scale_rows", "add", "scale",
+    "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
 ]  # fmt: skip
 _MAX_SHOWN = 4
 COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})

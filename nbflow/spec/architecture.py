@@ -103,6 +103,25 @@ class LatentSpec:
     """Epsilon of the norms of the latent vectors."""
 
 
+@dataclass(frozen=True)
+class IndexerSpec:
+    """Selection of the keys of latent attention by a small attention of its own.
+
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V3.2", arXiv:2512.02556, section 2.1.
+    """
+
+    heads: int
+    dim: int
+    """Columns of an index query and of the index key, which all heads share."""
+    top_k: int
+    """Keys that a token attends to."""
+    rope_style: Literal["half", "interleaved"]
+    layers: frozenset[int]
+    """Layers that select keys; each other one uses the selection of the layer before it."""
+
+
 Mixer = Literal["attention", "short_conv", "gated_delta_rule", "mamba1", "mamba2", "none"]
 """Sublayer that mixes the tokens of a sequence."""
 NormPlace = Literal["pre", "post", "sandwich", "output"]
@@ -258,6 +277,8 @@ class Architecture:
     banned_token_ids: tuple[int, ...] = ()
     moe: MoeSpec | None = None
     latent: LatentSpec | None = None
+    indexer: IndexerSpec | None = None
+    """Selection of keys (sparse attention); None if all contexts are too short for it."""
     attention_sinks: bool = False
     local_rope: RopeSpec | None = None
     """Rotary embedding of the layers with the window, if it differs."""

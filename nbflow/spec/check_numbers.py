@@ -78,6 +78,8 @@ def _problems(spec: Architecture) -> Iterator[str]:
         yield from _variant_problems(spec, spec.attention)
     if spec.latent is not None:
         yield from _latent_problems(spec, spec.latent)
+    elif spec.indexer is not None:
+        yield "index_topk needs latent attention (kv_rank)"
     if not spec.causal and spec.window is not None:
         yield "a window needs causal attention"
     yield from _chunk_problems(spec)
@@ -150,6 +152,15 @@ def _latent_problems(spec: Architecture, latent: LatentSpec) -> Iterator[str]:
             yield (
                 f"latent attention (kv_rank) needs {name} = {wanted!r}, got {getattr(spec, name)!r}"
             )
+    indexer = spec.indexer
+    if indexer is not None and not (
+        indexer.heads and spec.rope.dim <= indexer.dim and latent.q_rank and spec.window is None
+    ):
+        yield (
+            "an indexer (index_topk) needs index_heads, index_dim of at least rope_dim = "
+            f"{spec.rope.dim}, q_rank and no window, got {indexer.heads}, {indexer.dim}, "
+            f"{latent.q_rank} and {spec.window}"
+        )
     if spec.encoder is not None or spec.unrotated_layers:
         yield "latent attention (kv_rank) has no encoder, and rotates in every layer"
 

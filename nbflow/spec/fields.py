@@ -234,10 +234,22 @@ FIELDS: dict[str, Field] = {
     ),
     "index_topk": Field(
         int,
-        "latent attention: keys that an indexer selects for each token (sparse attention), which "
-        "bounds max_context: up to there all keys are selected, and the indexer is not read",
+        "latent attention: keys that an indexer selects for each token (sparse attention); all "
+        "if absent",
         None,
         least=1,
+        most=MAX_CONTEXT,
+    ),
+    "index_heads": Field(int, "indexer: heads", 0, most=MAX_HEADS),
+    "index_dim": Field(int, "indexer: width of a head, and of its one key", 0, most=MAX_WIDTH),
+    "index_rope_style": Field(
+        ("half", "interleaved"), "indexer: pairs of the first columns, rotated as rope_dim", "half"
+    ),
+    "index_types": Field(
+        [str],
+        "indexer: full or shared per layer; a shared layer uses the keys that the layer before it "
+        "attends to",
+        (),
     ),
     "value_dim": Field(
         int,
@@ -527,7 +539,7 @@ FUSED = {
 """Matrices that a checkpoint may store fused: name -> members."""
 LAYER_NORMS = (
     "attn_norm", "attn_post_norm", "cross_norm", "ffn_norm", "ffn_post_norm", "attn.q_norm",
-    "attn.k_norm", "attn.q_a_norm", "attn.kv_a_norm", "delta.norm",
+    "attn.k_norm", "attn.q_a_norm", "attn.kv_a_norm", "attn.index_norm", "delta.norm",
     "ssm.norm", "mamba1.dt_norm", "mamba1.b_norm", "mamba1.c_norm",
 )  # fmt: skip
 DIVISORS = ("rope_divisors", "rope_short_divisors", "rope_long_divisors")
@@ -539,18 +551,21 @@ HEAD_NORMS = ("attn.q_norm.{j}", "attn.k_norm.{j}")
 (heads, columns)."""
 SHARED_MATRICES = tuple(f"shared.{part}" for part in ("gate", "up", "down"))
 
+INDEXER = ("attn.index_q", "attn.index_k", "attn.index_weights")
+"""Matrices of an indexer: queries, keys, weights of the heads; without bias."""
 LATENT_MATRICES = ("attn.k_b", "attn.v_b")
 """Up projections of latent attention, stacked by head, without bias."""
 
 _IN_LAYERS = (
     *LAYER_NORMS, *HEAD_NORMS, "attn.sinks", *LINEARS, *DELTA_CONVS, *DELTA_VECTORS,
-    *SSM_VECTORS, *MAMBA1_VECTORS, *XIELU, *LATENT_MATRICES, *FUSED, *EXPERT_MATRICES,
+    *SSM_VECTORS, *MAMBA1_VECTORS, *XIELU, *LATENT_MATRICES, *INDEXER, *FUSED, *EXPERT_MATRICES,
     "moe.gate_up",
     *SHARED_MATRICES, "shared_gate",
 )  # fmt: skip
 _ONE_KIND = {
     "bias": ("embed", "positions", "position_bias", "types", "attn.k_b", "attn.v_b", "attn.kv_b",
-             "attn.sinks", *HEAD_NORMS, *DELTA_VECTORS, *SSM_VECTORS, *MAMBA1_VECTORS, *XIELU),
+             "attn.sinks", *INDEXER, *HEAD_NORMS, *DELTA_VECTORS, *SSM_VECTORS, *MAMBA1_VECTORS,
+             *XIELU),
     "weight": (*EXPERT_BIASES, "moe.gate_up"),
 }  # fmt: skip
 """Tensors that have only a weight, or only a bias."""

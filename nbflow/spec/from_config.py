@@ -10,6 +10,7 @@ from typing import Any
 from nbflow.checkpoint.quantization_config import read_quantization
 from nbflow.spec.architecture import (
     ClassifierSpec,
+    IndexerSpec,
     LatentSpec,
     LayerKind,
     MoeSpec,
@@ -106,7 +107,6 @@ def build_spec(
         _classifier(values["classifier"], config, where) if has_classifier else None
     )
     derived = {
-        "max_context": min(values["max_context"], values["index_topk"] or values["max_context"]),
         "embed_size": values["embed_size"] or 0,
         "sm_scale": softmax_factor / math.sqrt(values["head_dim"])
         if sm_scale is None
@@ -127,6 +127,7 @@ def build_spec(
             unrotated_layers=unrotated(values, full_layers, where),
             temperature=temperature(values, where),
             latent=_latent(values),
+            indexer=_indexer(values, where),
             delta=delta(values),
             ssm=state_space(values),
             selective=selective(values),
@@ -354,6 +355,25 @@ def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
         q_rank=values["q_rank"],
         value_dim=values["head_dim"] if value_dim is None else value_dim,
         norm_eps=values["norm_eps"] if eps is None else eps,
+    )
+
+
+def _indexer(values: Mapping[str, Any], where: str) -> IndexerSpec | None:
+    """Return the indexer; None without one, and where it selects all keys of every context."""
+    n, types, top_k = values["n_layers"], values["index_types"], values["index_topk"]
+    if top_k is None or top_k >= values["max_context"]:
+        return None
+    if types and (len(types) != n or not set(types) <= {"full", "shared"} or types[0] != "full"):
+        raise UsageError(
+            f"{where}: index_types must be {n} times full or shared, one for each layer, the first "
+            f"full, got {list(types)!r:.80}"
+        )
+    return IndexerSpec(
+        values["index_heads"],
+        values["index_dim"],
+        top_k,
+        values["index_rope_style"],
+        frozenset(i for i in range(n) if not types or types[i] == "full"),
     )
 
 

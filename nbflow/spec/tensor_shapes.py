@@ -56,6 +56,8 @@ def layer_shapes(spec: Architecture, layer: int) -> Shapes:
         if (op := getattr(kind, key)) is not None:
             of_op = OPS[op].shapes(spec)
             shapes |= {f"{part}.{name}.weight": shape for name, shape in of_op.items()}
+    if spec.indexer is not None and layer in spec.indexer.layers:
+        shapes |= _indexer_shapes(spec)
     if not kind.feed_forward:
         pass
     elif spec.has_experts(layer):
@@ -145,6 +147,19 @@ def _latent_shapes(spec: Architecture, latent: LatentSpec) -> Shapes:
         "attn.k_b.weight": (H * latent.kv_rank, D - Dr),
         "attn.v_b.weight": (H * latent.value_dim, latent.kv_rank),
         "attn.o.weight": (E, H * latent.value_dim),
+    }
+
+
+def _indexer_shapes(spec: Architecture) -> Shapes:
+    assert spec.indexer is not None
+    assert spec.latent is not None
+    heads, dim, E = spec.indexer.heads, spec.indexer.dim, spec.hidden_size
+    return {
+        "attn.index_q.weight": (heads * dim, spec.latent.q_rank),
+        "attn.index_k.weight": (dim, E),
+        "attn.index_norm.weight": (dim,),
+        "attn.index_norm.bias": (dim,),
+        "attn.index_weights.weight": (heads, E),
     }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nbflow.checkpoint import open_weights
-from nbflow.spec.architecture import TemperatureSpec
+from nbflow.spec.architecture import IndexerSpec, TemperatureSpec
 from nbflow.spec.family import family_of_config
 from nbflow.spec.from_config import build_spec
 from nbflow_kernels.errors import UsageError
@@ -166,7 +166,8 @@ DEFAULTS = [
     ("deepseek_v2", "topk_method", "moe.groups", 1),
     ("deepseek_v3", "topk_method", "moe.groups", 4),
     ("llama4_text", "attention_chunk_size", "attention_chunk", 8192),
-    ("deepseek_v32", "index_topk", "max_context", 64),
+    ("deepseek_v32", "index_topk", "indexer", None),  # 2048, more than the context
+    ("glm_moe_dsa", "indexer_types", "indexer.layers", frozenset({0, 1, 2})),
     ("llama4_text", "no_rope_layers", "unrotated_layers", frozenset()),
     ("llama4_text", "moe_layers", "moe.layers", frozenset({0, 1, 2})),
     ("llama4_text", "use_qk_norm", "qk_norm", "head"),
@@ -232,6 +233,8 @@ MATTERS = [
     ("marian", {"share_encoder_decoder_embeddings": False}, "share_encoder_decoder_embeddings"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True"),
     ("llama4_text", {"layer_types": ["sliding_attention"] * 3}, "attention_chunk goes without"),
+    ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, "index_types must be 3 times"),
+    ("glm_moe_dsa", {"indexer_types": ABSENT, "index_topk_freq": 4}, "index_topk_freq = 4"),
     ("cohere2", {"layer_types": ["chunked_attention"] * 3}, "which needs attention_chunk"),
 ]  # fmt: skip
 
@@ -268,7 +271,19 @@ CHANGES = [
     ("minicpm3", {"scale_emb": 1.0}, "embed_scale", 1.0),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, "full_layers", frozenset()),
     ("llama4_text", {"attention_chunk_size": 9}, "attention_chunk", 9),
-    ("glm_moe_dsa", {"index_topk": 20}, "max_context", 20),
+    ("deepseek_v32", {"index_topk": 64}, "indexer", None),
+    (
+        "glm_moe_dsa",
+        {"index_topk": 20},
+        "indexer",
+        IndexerSpec(8, 12, 20, "interleaved", frozenset({0, 2})),
+    ),
+    (
+        "glm_moe_dsa",
+        {"indexer_types": ABSENT, "index_topk_pattern": "FSS"},
+        "indexer",
+        IndexerSpec(8, 12, 7, "interleaved", frozenset({0})),
+    ),
     ("llama4_text", {"no_rope_layers": [0, 1, 0]}, "unrotated_layers", frozenset({0, 2})),
     (
         "llama4_text",

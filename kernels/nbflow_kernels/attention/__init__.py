@@ -13,6 +13,7 @@ keys to the left, a log-sum-exp (LSE) to base 2.
 `sink.py`            `BatchAttentionWithAttentionSinkWrapper`
 `cascade.py`         shared prefixes; `merge.py` has `merge_state` and `merge_states`
 `mla.py`             latent attention (DeepSeek); `block_sparse.py`: block-sparse masks
+`select_keys.py`     selection of the keys of each row (DeepSeek sparse attention)
 `plan.py`            the work of a step; `run.py` runs a plan on the CPU or on a device
 `cpu/`               `flash_attention.py` (all kernels), `scheduler.py`
 `cuda/`              `flash_decode_mma.cu`, `flash_prefill_mma.cu`, `flash_prefill_wgmma.cu`,
@@ -38,6 +39,7 @@ from nbflow_kernels.attention.paged import (
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.pod import PODWithPagedKVCacheWrapper
 from nbflow_kernels.attention.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from nbflow_kernels.attention.select_keys import select_top_keys
 from nbflow_kernels.attention.single import (
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
@@ -52,5 +54,5 @@ __all__ = [
     "BatchPrefillWithRaggedKVCacheWrapper", "BlockSparseAttentionWrapper", "CascadeTiming",
     "MultiLevelCascadeAttentionWrapper", "PODWithPagedKVCacheWrapper",
     "VariableBlockSparseAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states",
-    "single_decode_with_kv_cache", "single_prefill_with_kv_cache",
+    "select_top_keys", "single_decode_with_kv_cache", "single_prefill_with_kv_cache",
 ]  # fmt: skip

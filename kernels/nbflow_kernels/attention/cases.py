@@ -145,6 +145,34 @@ def _merge(op: str, name: str, inputs: Callable[..., dict[str, Any]], **options:
     return OpCase(op, name, inputs, 2e-7, 1e-7, reason, **options)
 
 
+def _selection(
+    name: str, lens: tuple[int, ...], H: int, D: int, page_size: int, top_k: int
+) -> OpCase:
+    """Return a selection for the last two rows of each sequence, and a row without keys."""
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        n_pages = [-(-n // page_size) for n in lens]
+        rows = [(b, n - i) for b, n in enumerate(lens) for i in (2, 1)] + [(0, -1)]
+        T, total = len(rows), sum(n_pages)
+        return {
+            "q": rng.standard_normal((T, H, D), dtype=np.float32),
+            "weights": rng.standard_normal((T, H), dtype=np.float32),
+            "k_cache": rng.standard_normal((total + 1, page_size, D), dtype=np.float32),
+            "batch_indices": np.array([b for b, _ in rows], np.int32),
+            "positions": np.array([p for _, p in rows], np.int32),
+            "kv_indices": rng.permutation(total + 1)[:total].astype(np.int32),
+            "kv_indptr": np.cumsum([0, *n_pages]).astype(np.int32),
+            "top_k": top_k,
+        }
+
+    return OpCase(
+        "select_top_keys", name, inputs, 0.0, 0.0,
+        "positions; no two different scores of a case are as close as float32 rounds",
+        out=((2 * len(lens) + 1, top_k), "int32"),
+        n_bytes=4 * D * sum(lens), n_flops=4 * H * D * sum(lens),
+    )  # fmt: skip
+
+
 CASES = [
     _case("all_heads", 5, 37, 3, 3, 16),
     _case("causal_append", 7, 150, 4, 2, 64, causal=True, return_lse=True),
@@ -194,4 +222,8 @@ CASES = [
     _merge("merge_state", "with_empty_sides", _states),
     _merge("merge_state_in_place", "with_a_mask", _states_in_place, mutates=("v", "s")),
     _merge("merge_states", "five_with_empty_ones", _many_states),
+    _selection("all_keys", (3, 9), 2, 12, 4, 16),
+    _selection("some_keys", (70, 5, 33), 8, 20, 8, 11),
+    _selection("equal_scores", (90,), 1, 16, 16, 60),  # half of the scores are zeros
+    _selection("one_key", (600,), 4, 32, 16, 1),
 ]

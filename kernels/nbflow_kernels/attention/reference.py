@@ -289,3 +289,25 @@ class BatchPrefillWithPagedKVCacheWrapper:
                 q[rows], k, v, custom_mask=mask, return_lse=True, sinks=sinks, **self._options
             )
         return (out, lse) if return_lse else out
+
+
+def select_top_keys(
+    q: np.ndarray,
+    weights: np.ndarray,
+    k_cache: np.ndarray,
+    batch_indices: np.ndarray,
+    positions: np.ndarray,
+    kv_indices: np.ndarray,
+    kv_indptr: np.ndarray,
+    *,
+    top_k: int,
+) -> np.ndarray:
+    """See `nbflow_kernels.select_top_keys`."""
+    found = np.full((len(q), top_k), -1, np.int32)
+    for t, (b, position) in enumerate(zip(batch_indices, positions, strict=True)):
+        pages = kv_indices[kv_indptr[b] : kv_indptr[b + 1]]
+        keys = k_cache[pages].reshape(-1, q.shape[2])[: position + 1].astype(np.float64)
+        scores = weights[t].astype(np.float64) @ np.maximum(q[t].astype(np.float64) @ keys.T, 0)
+        best = np.sort(np.argsort(-scores, kind="stable")[:top_k])
+        found[t, : len(best)] = best
+    return found

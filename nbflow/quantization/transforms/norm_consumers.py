@@ -6,6 +6,7 @@ from nbflow.spec.model_spec import ModelSpec
 
 _ATTENTION = ("attn.q", "attn.k", "attn.v")
 _LATENT = ("attn.q", "attn.q_a", "attn.kv_a")
+_INDEXER = ("attn.index_k", "attn.index_weights")
 _FEED_FORWARD = ("ffn.gate", "ffn.up")
 
 
@@ -33,7 +34,7 @@ def norm_readers(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
         return readers
     for i in range(spec.n_layers):
         prefix = f"layers.{i}."
-        attention = [f"{prefix}{name}.weight" for name in _attention(spec)]
+        attention = [f"{prefix}{name}.weight" for name in _attention(spec, i)]
         forward = _forward(spec, i)
         if spec.residual == "parallel":
             readers[f"{prefix}attn_norm"] = (*attention, *forward)
@@ -49,10 +50,12 @@ def norm_readers(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
     return readers
 
 
-def _attention(spec: ModelSpec) -> tuple[str, ...]:
+def _attention(spec: ModelSpec, layer: int) -> tuple[str, ...]:
     if spec.latent is None:
         return _ATTENTION
-    return _LATENT[1:] if spec.latent.q_rank else (_LATENT[0], _LATENT[2])
+    indexes = spec.indexer is not None and layer in spec.indexer.layers
+    names = _LATENT[1:] if spec.latent.q_rank else (_LATENT[0], _LATENT[2])
+    return (*names, *_INDEXER) if indexes else names
 
 
 def _forward(spec: ModelSpec, layer: int) -> list[str]:
