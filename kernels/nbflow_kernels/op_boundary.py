@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,10 @@ _FLOAT32_ROWS = {
 }
 _ATTENTION_ROWS = ("q", "k", "v", "q_nope", "q_pe", "out", "sinks")
 """Arguments of attention that are widened from bfloat16; their kernels read float16."""
-_INT64 = ("seed", "offset")
+_INDICES = re.compile(
+    r"(ids|indices|indptr|positions?|lens?|offsets|inverse|rows|sz|num)(_arr|_buf)*$"
+)
+"""Names of int32 arguments, by their ends."""
 _NAMES = {"layernorm": {"gemma": "weight", "beta": "bias"}}
 """FlashInfer's names of arguments to those of here; `input` is the first one of norms etc."""
 
@@ -65,8 +69,8 @@ class _Rules:
 
     def widens(self, name: str, half: str, arguments: dict[str, Any]) -> bool:
         """Return True if an argument of float16 or bfloat16 becomes a float32 copy."""
-        if name in op_registry.READS_HALF.get(self.op, ()):
-            return False
+        if name == "state" or name in op_registry.READS_HALF.get(self.op, ()):
+            return False  # a state rounded after every step would drift
         if self.family not in _ATTENTION:
             return self.family != "quantizers" or half == "bfloat16"
         if name in _FLOAT32_ROWS.get(self.op, ()):
@@ -147,7 +151,7 @@ class _Call:
             self.rounds_to = dtype if widened and self.arguments.get("o_dtype") is None else ""
         if widened:
             used = _widened(name, memory, dtype)
-        elif dtype == "int64" and name not in _INT64:
+        elif dtype == "int64" and _is_index(name):
             used = _int32(name, memory)
             self.wide_integers |= name == "indices"
         else:
@@ -253,6 +257,12 @@ def _converted_call(rules: _Rules, args: tuple[Any, ...], kwargs: dict[str, Any]
     result = rules.function(*first, **{name: used[name] for name in kwargs})
     call.write_back()
     return call.give(result)
+
+
+@functools.cache
+def _is_index(name: str) -> bool:
+    """Return True if an argument holds indices, positions or lengths, by its name."""
+    return _INDICES.search(name) is not None
 
 
 def _widened(name: str, memory: Any, half: str) -> Any:

@@ -147,7 +147,6 @@ READS_HALF: dict[str, tuple[str, ...]] = {
     "matmul": ("w",),
     "embedding": ("table",),
     "add_learned_positions": ("table",),
-    "gated_delta_rule": ("state",),
     "grouped_matmul": ("weights",),
     "SegmentGEMMWrapper": ("weights",),
     "fused_moe": ("gate_up", "up", "down"),

@@ -279,6 +279,8 @@ def test_errors_name_the_argument() -> None:
         nk.rmsnorm(x, Foreign(weight.astype(np.float64)))
     with pytest.raises(UsageError, match="x must be C-contiguous"):
         nk.rmsnorm(Foreign(_normal(8, 2).T), weight)
+    with pytest.raises(TypeError, match="x must have dtype float32, got int64"):
+        nk.rmsnorm(x.astype(np.int64), weight)
     frozen = x.copy()
     frozen.flags.writeable = False
     assert nk.rmsnorm(Foreign(frozen), weight).array.shape == (2, 8)

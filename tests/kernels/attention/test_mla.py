@@ -224,7 +224,7 @@ def test_bitwise_the_same_in_any_batch_layout_page_size_and_team(rng: np.random.
         ({"kv_len_arr": ints(5, 9)}, UsageError, "request 1 must be 0..8, .* 2 pages, got 9"),
         ({"kv_len_arr": ints(5)}, UsageError, r"kv_len_arr must have shape \(2\), got \(1,\)"),
         ({"qo_indptr": ints(0, 2, 1)}, UsageError, "qo_indptr must start at 0 and never fall"),
-        ({"qo_indptr": np.array([0, 1, 2])}, TypeError, "qo_indptr must have dtype int32"),
+        ({"qo_indptr": np.array([0.0, 1, 2])}, TypeError, "qo_indptr must have dtype int32"),
     ],
 )
 def test_wrong_plans_are_named(change: dict[str, Any], error: type[Exception], words: str) -> None:

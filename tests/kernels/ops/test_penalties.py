@@ -102,7 +102,7 @@ IDS, INDPTR = history((1, 2), (), (3,))
         (lambda: nk.mask_token_ids(logits(2), IDS, INDPTR), UsageError, r"indptr .*\(3\)"),
         (lambda: nk.mask_token_ids(logits(), IDS[:2], INDPTR), UsageError, "number of token_ids"),
         (lambda: nk.mask_token_ids(logits(), IDS, INDPTR[::-1].copy()), UsageError, "rise from 0"),
-        (lambda: nk.mask_token_ids(logits(), IDS.astype(int), INDPTR), TypeError, "int32"),
+        (lambda: nk.mask_token_ids(logits(), IDS.astype(float), INDPTR), TypeError, "int32"),
         (
             lambda: nk.apply_penalties(logits(), IDS, INDPTR, repetition_penalty=0.0),
             UsageError,
