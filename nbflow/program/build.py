@@ -14,6 +14,10 @@ from nbflow.spec.fields import EXPERT_BIASES
 from nbflow.spec.model_spec import ModelSpec
 
 
+Sublayer = Callable[[ModelSpec, int, str], list[Op]]
+"""Function of model, layer and input buffer that returns a sublayer."""
+
+
 def build(spec: ModelSpec) -> Program:
     """Return the unfused program of a whole model."""
     ops = _embedding(spec)
@@ -113,7 +117,9 @@ def _layer(spec: ModelSpec, i: int) -> list[Op]:
         return [*norms, *_attention(spec, i, "h"), *_feed_forward(spec, i, "h2")]
     ops: list[Op] = []
     kind, place = spec.kind_of(i), spec.norm_place_of(i)
-    sublayers = {} if kind.mixer == "none" else {"attn": _MIXERS[kind.mixer]}
+    sublayers: dict[str, Sublayer] = {}
+    if kind.mixer != "none":
+        sublayers["attn"] = _MIXERS[kind.mixer]
     if kind.op is not None:
         sublayers["attn"] = _plugin_op(kind.op, "op")
     if spec.encoder is not None:
@@ -136,7 +142,7 @@ def _layer(spec: ModelSpec, i: int) -> list[Op]:
     return ops
 
 
-def _plugin_op(name: str, part: str) -> Callable[[ModelSpec, int, str], list[Op]]:
+def _plugin_op(name: str, part: str) -> Sublayer:
     """Return the function that makes a sublayer of a plugin's op."""
     return lambda spec, i, source: plugin_op(spec, i, name, part, source)
 
