@@ -13,7 +13,6 @@ from nbflow.spec.architecture import LatentSpec
 from nbflow.spec.fields import EXPERT_BIASES
 from nbflow.spec.model_spec import ModelSpec
 
-
 Sublayer = Callable[[ModelSpec, int, str], list[Op]]
 """Function of model, layer and input buffer that returns a sublayer."""
 
