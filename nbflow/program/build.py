@@ -21,7 +21,7 @@ from nbflow.spec.fields import EXPERT_BIASES, XIELU
 from nbflow.spec.model_spec import ModelSpec
 
 Sublayer = Callable[[ModelSpec, int, str], list[Op]]
-"""Function that makes the ops of layer `i`, from the buffer `source` on."""
+"""Function of model, layer and input buffer that returns a sublayer."""
 INDEX_NORM_EPS = 1e-6
 """Epsilon of the norm of index keys in all published models."""
 

@@ -220,9 +220,9 @@ def _alternatives(spec: ModelSpec) -> Iterator[tuple[str, dict[str, Any]]]:
             if getattr(spec, name) != value:
                 yield f"{name} = {value!r}", {name: value}
     if spec.rope.dim:
-        style = "interleaved" if spec.rope.style == "half" else "half"
-        changed = dataclasses.replace(spec.rope, style=style)
-        yield f"rope_style = {style!r}", {"rope": changed}
+        is_half = spec.rope.style == "half"
+        changed = dataclasses.replace(spec.rope, style="interleaved" if is_half else "half")
+        yield f"rope_style = {changed.style!r}", {"rope": changed}
         for theta in (1e4, 5e5, 1e6):
             changed = dataclasses.replace(spec.rope, theta=theta)
             yield f"rope_theta = {theta:g}", {"rope": changed}
