@@ -367,6 +367,7 @@ _OPTIONS: Any = {
     "forceinline": True,
     "error_model": "numpy",
     "fastmath": jit.FAST_MATH,
+    "no_cfunc_wrapper": True,
 }  # as `helper`
 
 

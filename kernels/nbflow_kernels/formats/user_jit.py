@@ -20,7 +20,6 @@ from numba.core.imputils import lower_constant
 from numba.core.typing.typeof import typeof_impl
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.jit import KernelCompiler
 from nbflow_kernels.cpu.simd_memory import write_f32
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.codec_spec import CodecSpec
@@ -57,10 +56,11 @@ class UserCode:
         self.name, self.digest, self.on_disk = name, digest, on_disk
         self.block_size, self.block_bytes = block_size, block_bytes
         self.functions = functions
-        # the kernels' compiler names them stably: their symbols are in the cached object code
+        # only kernels call them; their compiler names symbols stably, which cached code contains
         compile_user: Any = numba.njit(
-            error_model="numpy", nogil=True, pipeline_class=KernelCompiler
-        )
+            error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True,
+            pipeline_class=jit.DeviceCompiler,
+        )  # fmt: skip
         self.compiled = {key: compile_user(function) for key, function in functions.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -131,7 +131,7 @@ def _constant_code(context, builder, code_type, value):
     return context.get_dummy_value()
 
 
-_OPTIONS: Any = {"error_model": "numpy"}
+_OPTIONS: Any = {"error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 def _user_function(name: str) -> Callable[..., Any]:

@@ -72,6 +72,7 @@ _OPTIONS: Any = {
     "forceinline": True,
     "error_model": "numpy",
     "fastmath": jit.FAST_MATH,
+    "no_cfunc_wrapper": True,
 }  # as `jit.device_function(inline="always")`
 
 
