@@ -92,7 +92,9 @@ def build_spec(
             checkpoint_tensors=checkpoint_tensors,
         )
     kinds = layer_kinds(family, values, where)
-    names = _names(family, tensors or {}, first_layers(values["n_layers"], kinds), held)
+    moe = _moe(values)
+    layers = first_layers(values["n_layers"], kinds, frozenset() if moe is None else moe.layers)
+    names = _names(family, tensors or {}, layers, held)
     _name_biases(names)
     no_transform = checkpoint_tensors is not None and names.get("transform.weight") not in held
     if values["head_transform"] and no_transform:
@@ -131,7 +133,7 @@ def build_spec(
             delta=delta(values),
             ssm=state_space(values),
             selective=selective(values),
-            moe=_moe(values),
+            moe=moe,
             tensors=names,
             ignored_tensors=_ignored(
                 (*family.ignored_tensors, *ignored_tensors), values["n_layers"]

@@ -49,6 +49,9 @@ def layer_kinds(family: Family, values: Mapping[str, Any], where: str) -> tuple[
     return tuple(family.layers[kind] for kind in types)
 
 
-def first_layers(n: int, kinds: Sequence[LayerKind]) -> tuple[int, ...]:
-    """Return a layer of each kind; the first layers may also lack experts that the last has."""
-    return tuple(dict.fromkeys((0, n - 1, *(kinds.index(kind) for kind in dict.fromkeys(kinds)))))
+def first_layers(
+    n: int, kinds: Sequence[LayerKind], experts: frozenset[int] = frozenset()
+) -> tuple[int, ...]:
+    """Return a layer of each kind, one with experts, and the last one."""
+    first = (kinds.index(kind) for kind in dict.fromkeys(kinds))
+    return tuple(dict.fromkeys((0, n - 1, *first, *sorted(experts)[:1])))

@@ -224,6 +224,8 @@ MATTERS = [
     ("afmoe", {"score_func": "softmax"}, "score_func = 'softmax'"),
     ("afmoe", {"sliding_window": None}, "sliding_window"),
     ("bailing_moe_v2", {"norm_head": True}, "norm_head = True"),
+    ("gemma3_images", {"text_config": {"final_logit_softcapping": 30.0}},
+     "text_config.final_logit_softcapping = 30.0"),
     ("minicpm3", {"scale_depth": None}, "the configuration does not say residual_scale"),
     ("ministral3", {"text_config": {"model_type": "sphinx"}}, "unknown model_type 'mistral3'"),
     ("gpt_neox", {"attention_bias": False}, "attention_bias = False"),
