@@ -111,13 +111,13 @@ def _latent_problems(spec: Architecture, latent: LatentSpec) -> Iterator[str]:
             yield (
                 f"latent attention (kv_rank) needs {name} = {wanted!r}, got {getattr(spec, name)!r}"
             )
-    if spec.encoder is not None or spec.unrotated_layers:
-        yield "latent attention (kv_rank) has no encoder, and rotates in every layer"
+    if spec.encoder is not None:
+        yield "latent attention (kv_rank) has no encoder"
 
 
 def _recurrent_problems(spec: Architecture) -> Iterator[str]:
     """Yield problems of layers with a recurrent state."""
-    if spec.conv_kernel < 2:
+    if spec.conv_kernel < 2 and not spec.mixers <= {"attention", "lightning_attention", "none"}:
         yield f"recurrent layers need conv_kernel, at least 2, got {spec.conv_kernel}"
     for name, wanted in (("causal", True), ("encoder", None), ("residual", "sequential")):
         if getattr(spec, name) != wanted:
@@ -144,6 +144,11 @@ def _recurrent_problems(spec: Architecture) -> Iterator[str]:
         yield (
             "linear_value_heads must be a multiple of linear_key_heads, got "
             f"{delta.value_heads} and {delta.key_heads}"
+        )
+    elif delta.decay == "channel" and delta.group != 1:
+        yield (
+            "linear_decay 'channel' needs as many linear_key_heads as linear_value_heads, got "
+            f"{delta.key_heads} and {delta.value_heads}"
         )
 
 
