@@ -221,9 +221,10 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) 
         return Op("heads_linear", out, (source,), weights, layer=i, attrs={"head": head})
 
     window, rope = spec.window_of(i), spec.rope_of(i)
-    rotated = (Op("rope", "ql", ("ql", "latent"), layer=i, attrs={"rope": rope, "first": C}),)
-    if not rope.dim:
-        rotated = ()
+    rotated: list[Op] = []
+    if rope.dim:
+        attrs = {"rope": rope, "first": C}
+        rotated = [Op("rope", "ql", ("ql", "latent"), layer=i, attrs=attrs)]
     if latent.q_rank:
         ops = [
             linear(spec, i, "attn.q_a", source, "qa"),
