@@ -137,7 +137,7 @@ def make_plan(
     for s, (stage, group) in enumerate(zip(stages, groups, strict=True)):
         n, shares = len(stage), [member.share for member in stage]
         heads = [((0, 0), (0, 0))] * n
-        if "attention" in spec.mixers:
+        if spec.mixers & {"attention", "lightning_attention"}:
             heads = _split_heads(spec, shares, block_size, partition)
         ffn = [(0, 0)] * n
         if any(spec.kind_of(i).feed_forward for i in range(spec.n_layers)):

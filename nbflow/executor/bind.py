@@ -487,10 +487,22 @@ class Binder:
         q, k = (self._heads(name, head) for name in op.inputs[:2])
         v, out = (self._heads(name, op.attrs["state"][-1]) for name in (op.inputs[2], op.out))
         decay, beta = (self.view(name) for name in op.inputs[3:])
+        if op.attrs["decay"] == "channel":
+            decay = self._heads(op.inputs[3], head)
         return self._captured(
             op, self._kernels("delta_rule").gated_delta_rule, q, k, v, decay, beta,
             self.executor.states.arrays[state_key(op)], arrays.qo_indptr, arrays.state_rows,
             arrays.start_positions, head**-0.5, True, True, out,
+        )  # fmt: skip
+
+    def _lightning(self, op: Op, index: int) -> BoundOp:
+        D = op.attrs["state"][-1]
+        q, k, v, out = (self._heads(name, D) for name in (*op.inputs, op.out))
+        slopes = self._to_device(np.array(op.attrs["slopes"], np.float32))
+        return self._captured(
+            op, self._kernels("linear_attention").lightning_attention, q, k, v, slopes,
+            self.executor.states.arrays[state_key(op)], self.arrays.qo_indptr,
+            self.arrays.state_rows, 1.0, out,
         )  # fmt: skip
 
     def _mamba1(self, op: Op, index: int) -> BoundOp:
@@ -521,7 +533,7 @@ class Binder:
         ).gated_rmsnorm
         return self._captured(
             op, gated_rmsnorm, x, gate, weight, attrs["eps"], attrs["group_size"],
-            attrs["gate_first"], "silu", self.view(op.out),
+            attrs["gate_first"], attrs["activation"], self.view(op.out),
         )  # fmt: skip
 
     def _conv(self, op: Op, index: int) -> BoundOp:

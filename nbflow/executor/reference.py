@@ -24,6 +24,7 @@ from nbflow_kernels.convolution import reference as convolution
 from nbflow_kernels.delta_rule import reference as delta_rule
 from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.gating import reference as gating
+from nbflow_kernels.linear_attention import reference as linear_attention
 from nbflow_kernels.logits import reference as logits
 from nbflow_kernels.moe import reference as moe
 from nbflow_kernels.norm import reference as norm
@@ -323,8 +324,16 @@ class ReferenceExecutor:
         q, k = (self._heads(values[name], head) for name in op.inputs[:2])
         v = self._heads(values[op.inputs[2]], op.attrs["state"][-1])
         decay, beta = (values[name] for name in op.inputs[3:])
+        if op.attrs["decay"] == "channel":
+            decay = self._heads(decay, head)
         sequence = self._sequence(op, ids)
         out = delta_rule.gated_delta_rule(q, k, v, decay, beta, *sequence, normalize_qk=True)
+        return out.reshape(len(ids), -1)
+
+    def _lightning(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        q, k, v = (self._heads(values[name], op.attrs["state"][-1]) for name in op.inputs)
+        sequence = self._sequence(op, ids)
+        out = linear_attention.lightning_attention(q, k, v, op.attrs["slopes"], *sequence)
         return out.reshape(len(ids), -1)
 
     def _mamba1(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:

@@ -200,7 +200,11 @@ class WeightLoader:
         vectors = tuple(self._once((w,), self._vector) for w in op.weights)
         if op.kind in ("log_decay", "mamba1", "mamba2"):  # A_log becomes the rate
             rate = -np.exp(vectors[0].astype(np.float64)).astype(np.float32)
-            return rate.reshape(op.attrs["state"]) if op.kind == "mamba1" else rate, *vectors[1:]
+            if op.kind == "mamba1":
+                rate = rate.reshape(op.attrs["state"])
+            elif op.kind == "log_decay":  # of a head, for its columns
+                rate = rate.repeat(len(vectors[1]) // len(rate))
+            return rate, *vectors[1:]
         if op.attrs.get("own_weights"):  # a row per head
             vectors = (np.stack(vectors),)
         if op.kind == "norm" and op.attrs["norm"] == "layer" and vectors:

@@ -9,8 +9,9 @@ from typing import Any
 from nbflow.program.layer_ops import add, linear, norm, plugin_op, scale
 from nbflow.program.records import Buffer, Op, Operand, Program
 from nbflow.program.recurrent import (
-    columns_of_mamba1,
+    columns_of_one,
     gated_delta_rule,
+    lightning_attention,
     mamba1,
     mamba2,
     short_conv,
@@ -82,8 +83,7 @@ def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
     buffers = {name: Buffer(width) for name, width in widths.items()}
     buffers |= {name: Buffer(width, "logits") for name, width in outputs.items()}
     buffers["y"] = Buffer(E, "states")
-    if spec.selective is not None:
-        buffers |= columns_of_mamba1(spec.selective.dt_rank, spec.selective.state_dim)
+    buffers |= columns_of_one(spec)
     used = {name for op in ops for name in (op.out, *op.inputs)}
     return {name: buffer for name, buffer in buffers.items() if name in used}
 
@@ -141,10 +141,11 @@ def _layer(spec: ModelSpec, i: int) -> list[Op]:
         sublayers["ffn"] = _plugin_op(kind.feed_forward_op, "ffn_op")
     for name, sublayer in sublayers.items():
         source = "x"
-        if place in ("pre", "sandwich"):
-            source = "h"
-            ops.append(norm(spec, f"layers.{i}.{name}_norm", "x", "h", i))
+        if place in ("pre", "sandwich", "stream"):
+            source = "x" if place == "stream" else "h"
+            ops.append(norm(spec, f"layers.{i}.{name}_norm", "x", source, i))
         inner = sublayer(spec, i, source)
+        inner[-1:-1] = scale("x", "x", i, _residual_scale(spec, i, name))
         if place in ("sandwich", "output"):
             inner.insert(-1, norm(spec, f"layers.{i}.{name}_post_norm", "o", "o", i))
         ops += inner
@@ -156,6 +157,15 @@ def _layer(spec: ModelSpec, i: int) -> list[Op]:
 def _plugin_op(name: str, part: str) -> Sublayer:
     """Return the function that makes a sublayer of a plugin's op."""
     return lambda spec, i, source: plugin_op(spec, i, name, part, source)
+
+
+def _residual_scale(spec: ModelSpec, i: int, sublayer: str) -> float:
+    """Return the factor of x when the output of a sublayer is added."""
+    if sublayer == "ffn":
+        return spec.ffn_residual_scale
+    if sublayer == "attn" and spec.kind_of(i).mixer == ("lightning_attention",):
+        return spec.lightning_residual_scale
+    return spec.attn_residual_scale if sublayer == "attn" else 1.0
 
 
 def _mix(spec: ModelSpec, i: int, source: str) -> list[Op]:
@@ -246,6 +256,11 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) 
         weights = tuple(Operand(f"{prefix}.{name}.weight", rows=cut) for cut in cuts)
         return Op("heads_linear", out, (source,), weights, layer=i, attrs={"head": head})
 
+    rope = spec.rope_of(i)
+    rotated: list[Op] = []
+    if rope.dim:
+        attrs = {"rope": rope, "first": C}
+        rotated = [Op("rope", "ql", ("ql", "latent"), layer=i, attrs=attrs)]
     if latent.q_rank:
         ops = [
             linear(spec, i, "attn.q_a", source, "qa"),
@@ -262,7 +277,7 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) 
         *ops,
         norm("kv_a_norm", "latent", columns=C),
         Op("copy_heads", "ql", ("q",), layer=i, attrs={"head": D, "columns": Dr}),
-        Op("rope", "ql", ("ql", "latent"), layer=i, attrs={"rope": spec.rope_of(i), "first": C}),
+        *rotated,
         Op("append_kv", "kv", ("latent",), layer=i),
         *_select_keys(spec, i, source),
         each_head("k_b", C, D, "q", "ql"),
@@ -366,6 +381,7 @@ _MIXERS = {
     "attention": _attention,
     "short_conv": short_conv,
     "gated_delta_rule": gated_delta_rule,
+    "lightning_attention": lightning_attention,
     "mamba1": mamba1,
     "mamba2": mamba2,
 }

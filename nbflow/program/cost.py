@@ -98,7 +98,12 @@ def op_cost(program: Program, op: Op, step: StepShape, bits: Bits, kv: str) -> O
         size = math.prod(op.attrs["state"])
         # a delta rule decays its state, multiplies it by key and query, and adds a product;
         # Mamba multiplies it by one vector
-        scans = {"delta_rule": 7 * size, "mamba1": 5 * size, "mamba2": 5 * size}
+        scans = {
+            "lightning": 5 * size,
+            "delta_rule": 7 * size,
+            "mamba1": 5 * size,
+            "mamba2": 5 * size,
+        }
         per_token = scans.get(op.kind, 2 * n_weights)
         moved_states = 2.0 * step.n_sequences * size * FLOAT32_BYTES
         return OpCost(

@@ -19,7 +19,8 @@ from nbflow.program.records import Buffer, Op, Operand, Program
 from nbflow_kernels.errors import UsageError
 
 ROW_PARALLEL = ("attn.o", "cross.o", "ffn.down", "shared.down", "short.out", "delta.out",
-                "ssm.out", "mamba1.out", "mamba1.dt_a", "mamba1.b", "mamba1.c")  # fmt: skip
+                "ssm.out", "mamba1.out", "mamba1.dt_a", "mamba1.b", "mamba1.c",
+                "lightning.out")  # fmt: skip
 """Matrices split by columns, whose partial results an all-reduce sums."""
 
 
@@ -54,7 +55,8 @@ def partition(program: Program, plan: RankPlan) -> Program:
             attrs = {"ranks": plan.group, "all_reduce": plan.all_reduce}
             ops.append(Op("all_reduce", partial, layer=op.layer, attrs=attrs))
             partial = ""
-        if not alone and op.kind == "norm" and op.out in "qk" and spec.qk_norm == "all":
+        of_all_heads = op.out == "ly" or (op.out in "qk" and spec.qk_norm == "all")
+        if not alone and op.kind == "norm" and of_all_heads:
             ops += _sharded_norm(program, op, plan, cuts)
             continue
         ops.append(op if alone else _inside_layer(op, plan, cuts))
@@ -101,7 +103,10 @@ def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffe
         **dict.fromkeys(("sb", "sc", "sx", "sy"), widths["short.x"]),
         **dict.fromkeys(("dq", "dk", "cq", "ck"), widths["delta.q"]),
         **dict.fromkeys(("dv", "dz", "cv", "dy"), widths["delta.v"]),
-        **dict.fromkeys(("db", "da"), widths["delta.a"]),
+        "db": widths["delta.b"],
+        "da": widths["delta.a"],
+        **dict.fromkeys(("lq", "lk", "lv", "lg", "ly"), widths["lightning.q"]),
+        "lq_lk_lv": 3 * widths["lightning.q"],
         **dict.fromkeys(("mz", "mx", "ux", "my"), widths["ssm.x"]),
         **dict.fromkeys(("mb", "mc", "ub", "uc"), widths["ssm.b"]),
         "mdt": widths["ssm.dt"],
@@ -110,11 +115,14 @@ def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffe
     }
     used = {name for op in ops for name in (op.out, *op.inputs)}
     whole = {**program.buffers, "logits_part": Buffer(0, "logits"), "squares": Buffer(2)}
-    return {
-        name: dataclasses.replace(buffer, width=sharded.get(name, buffer.width))
-        for name, buffer in whole.items()
-        if name in used
-    }
+    whole["square"] = Buffer(1)
+    found = {}
+    for name, buffer in whole.items():
+        if name in used:
+            width = sharded.get(name, buffer.width)
+            offset = 0 if buffer.base is None else buffer.offset * width // max(1, buffer.width)
+            found[name] = dataclasses.replace(buffer, width=width, offset=offset)
+    return found
 
 
 def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
@@ -127,6 +135,7 @@ def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
     return {
         **_recurrent_cuts(program, plan),
         **dict.fromkeys(("attn.q", "attn.gate", "cross.q"), q),
+        **dict.fromkeys((f"lightning.{n}" for n in ("q", "k", "v", "gate", "out")), q),
         **dict.fromkeys(("attn.o", "cross.o"), (plan.heads[0] * Dv, plan.heads[1] * Dv)),
         "attn.latent": (plan.heads[0] * C, plan.heads[1] * C),
         **dict.fromkeys(("attn.k", "attn.v", "cross.k", "cross.v"), kv),
@@ -155,7 +164,8 @@ def _recurrent_cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, in
         **cuts,
         **dict.fromkeys(("delta.q", "delta.k", "delta.q_conv", "delta.k_conv"), keys),
         **dict.fromkeys(("delta.v", "delta.z", "delta.v_conv", "delta.out"), values),
-        **dict.fromkeys(("delta.b", "delta.a"), heads),
+        "delta.b": heads,
+        "delta.a": keys if delta is not None and delta.decay == "channel" else heads,
         **_state_space_cuts(program, plan),
     }
 
@@ -217,6 +227,10 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
         table = tuple(Operand(w.name, columns=plan.heads) for w in op.weights)
         sinks = tuple(Operand(b.name, rows=plan.heads) for b in op.bias)
         return dataclasses.replace(op, weights=table, bias=sinks)
+    if op.kind == "lightning":
+        n, slopes = plan.heads[1] - plan.heads[0], op.attrs["slopes"][slice(*plan.heads)]
+        state = (n, *op.attrs["state"][1:])
+        return dataclasses.replace(op, attrs={**op.attrs, "state": state, "slopes": slopes})
     if "state" in op.attrs or op.kind in ("log_decay", "gated_norm"):
         return _shard_recurrent(op, cuts)
     if op.kind != "linear" or op.out == "router":
@@ -227,7 +241,8 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
         return op
     if role not in ROW_PARALLEL:
         bias = tuple(Operand(b.name, rows=cuts[role]) for b in op.bias)
-        return dataclasses.replace(op, weights=(Operand(name, rows=cuts[role]),), bias=bias)
+        weights = tuple(Operand(w.name, rows=cuts[role]) for w in op.weights)
+        return dataclasses.replace(op, weights=weights, bias=bias)
     # One rank adds the bias of the sum.
     return dataclasses.replace(
         op,
@@ -239,8 +254,7 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
 _HEADS_OF = {
     "mamba1": "mamba1.x",
     "mamba2": "ssm.dt",
-    "delta_rule": "delta.a",
-    "log_decay": "delta.a",
+    "delta_rule": "delta.b",
 }
 """Kind of op without matrices -> matrix whose rows are cut alike."""
 
@@ -250,6 +264,10 @@ def _shard_recurrent(op: Op, cuts: dict[str, tuple[int, int]]) -> Op:
     role = op.weights[0].name.split(".", 2)[2].removesuffix(".weight") if op.weights else ""
     if role == "delta.norm":  # of each head
         return op
+    if op.kind == "log_decay":
+        a_log, dt_bias = (w.name for w in op.weights)
+        parts = Operand(a_log, rows=cuts["delta.b"]), Operand(dt_bias, rows=cuts["delta.a"])
+        return dataclasses.replace(op, weights=parts)
     rows = cuts.get(role) or cuts[_HEADS_OF[op.kind]]
     weights = tuple(Operand(w.name, rows=rows) for w in op.weights)
     bias = tuple(Operand(b.name, rows=rows) for b in op.bias)
@@ -264,19 +282,24 @@ def _sharded_norm(
 ) -> list[Op]:
     """Shard a norm over all heads: ranks all-reduce their sums of squares.
 
-    A key head that several ranks store counts once, for the rank with its first query head.
+    Queries and keys go together.  A key head that several ranks store counts once, for the rank
+    with its first query head.
     """
     spec = program.spec
-    attrs = {"width": program.buffers[op.out].width, "column": "qk".index(op.out)}
-    weights = tuple(Operand(w.name, rows=cuts[f"attn.{op.out}"]) for w in op.weights)
-    inputs = (op.out, "squares")
+    alone = op.out == "ly"
+    sums = "square" if alone else "squares"
+    attrs = {"width": program.buffers[op.out].width, "column": 0 if alone else "qk".index(op.out)}
+    rows = cuts["lightning.q" if alone else f"attn.{op.out}"]
+    weights = tuple(Operand(w.name, rows=rows) for w in op.weights)
+    inputs = (op.out, sums)
     norm = dataclasses.replace(op, inputs=inputs, weights=weights, attrs={**op.attrs, **attrs})
     if op.out == "k":
         return [norm]
-    counts = plan.heads[0] == plan.kv_heads[0] * (spec.n_heads // spec.n_kv_heads)
+    first = plan.heads[0] == plan.kv_heads[0] * (spec.n_heads // spec.n_kv_heads)
+    buffers, counts = (("ly",), (True,)) if alone else (("q", "k"), (True, first))
     return [
-        Op("sum_squares", "squares", ("q", "k"), layer=op.layer, attrs={"counts": (True, counts)}),
-        Op("all_reduce", "squares", layer=op.layer, attrs={"ranks": plan.group}),
+        Op("sum_squares", sums, buffers, layer=op.layer, attrs={"counts": counts}),
+        Op("all_reduce", sums, layer=op.layer, attrs={"ranks": plan.group}),
         norm,
     ]
 

@@ -43,16 +43,18 @@ conv          out = causal convolution of each channel of the input over its las
               earlier steps from the state; attr ``activation``: None or silu
 sigmoid       out = attr ``scale`` * sigmoid(input)
 log_decay     out = rate * softplus(input + bias); weights: the logarithms of the negative rates
-              (A_log), and the bias
-delta_rule    out = gated delta rule; inputs q, k, v, logarithm of the decay, write strength; attr
-              ``head``: columns of a key
+              (A_log), each for as many columns as needed, and the bias
+delta_rule    out = gated delta rule; inputs q, k, v, logarithm of the decay, write strength; attrs
+              ``head``: columns of a key; ``decay``: one per head, or per channel of these columns
+lightning     out = linear attention with constant decays; inputs q, k, v; attr ``slopes``: decay of
+              each head
 mamba1        out = selective scan; inputs values, time steps, input and output vectors; weights
               as of mamba2
 mamba2        out = state-space recurrence; inputs values, time steps, input and output vectors;
               weights: logarithms of the negative rates, what is added to the time steps, and the
               weight of the skip connection; attr ``dt_min``: least time step
 gated_norm    out = norm of groups of columns of the first input, with the second input as gate;
-              attrs ``eps``, ``group_size``, ``gate_first``
+              attrs ``eps``, ``group_size``, ``gate_first``, ``activation``
 experts       out = weighted sum of the experts that the router chooses; inputs (x, router); weights
               are gate, up and down matrices of the experts in attr ``experts``; the bias is that of
               the choice; with attr ``biased`` biases of gates, ups and downs follow; with attr
@@ -85,8 +87,8 @@ Kind = Literal[
     "embedding", "norm", "sum_squares", "linear", "rope", "temperature", "copy_heads",
     "heads_linear", "append_kv", "append_index", "select_keys", "sparse_attention", "attention",
     "cross_attention", "input", "activation", "gate", "conv", "sigmoid", "log_decay", "delta_rule",
-    "mamba1", "mamba2", "gated_norm", "experts", "plugin", "scale_rows", "add", "scale",
-    "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
+    "lightning", "mamba1", "mamba2", "gated_norm", "experts", "plugin", "scale_rows", "add",
+    "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
 ]  # fmt: skip
 _MAX_SHOWN = 4
 COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})

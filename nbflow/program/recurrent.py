@@ -11,21 +11,35 @@ from nbflow.spec.architecture import SelectiveSpec, StateSpaceSpec
 from nbflow.spec.model_spec import ModelSpec
 
 
-def columns_of_mamba1(rank: int, state_dim: int) -> dict[str, Buffer]:
-    """Return the buffers of time steps, input and output vectors: columns of one."""
-    parts = {"nt": Buffer(rank, base="nt_nb_nc")}
-    parts["nb"] = Buffer(state_dim, base="nt_nb_nc", offset=rank)
-    parts["nc"] = Buffer(state_dim, base="nt_nb_nc", offset=rank + state_dim)
+def columns_of_one(spec: ModelSpec) -> dict[str, Buffer]:
+    """Return the buffers that are columns of another one in unfused programs, too."""
+    parts: dict[str, Buffer] = {}
+    for base, sizes in _columns(spec).items():
+        offset = 0
+        for name, width in zip(base.split("_"), sizes, strict=True):
+            parts[name] = Buffer(width, base=base, offset=offset)
+            offset += width
     return parts
+
+
+def _columns(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the widths of the columns of buffers that one op writes."""
+    columns: dict[str, tuple[int, ...]] = {}
+    if spec.selective is not None:
+        N = spec.selective.state_dim
+        columns["nt_nb_nc"] = spec.selective.dt_rank, N, N
+    if "lightning_attention" in spec.mixers:
+        columns["lq_lk_lv"] = (spec.n_heads * spec.head_dim,) * 3
+    return columns
 
 
 def widths(spec: ModelSpec) -> dict[str, int]:
     """Return the widths of the buffers of recurrent mixers."""
-    found: dict[str, int] = {}
+    found = {base: sum(sizes) for base, sizes in _columns(spec).items()}
+    if "lightning_attention" in spec.mixers:
+        found |= dict.fromkeys(("lg", "ly"), spec.n_heads * spec.head_dim)
     if spec.selective is not None:
-        mamba = spec.selective
-        found |= dict.fromkeys(("nx", "nz", "vx", "ndt", "ny"), mamba.width)
-        found["nt_nb_nc"] = mamba.dt_rank + 2 * mamba.state_dim
+        found |= dict.fromkeys(("nx", "nz", "vx", "ndt", "ny"), spec.selective.width)
     if "short_conv" in spec.mixers:
         found |= dict.fromkeys(("sb", "sc", "sx", "sy"), spec.hidden_size)
     if spec.ssm is not None:
@@ -37,7 +51,8 @@ def widths(spec: ModelSpec) -> dict[str, int]:
         keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
         found |= dict.fromkeys(("dq", "dk", "cq", "ck"), keys)
         found |= dict.fromkeys(("dv", "dz", "cv", "dy"), values)
-        found |= dict.fromkeys(("db", "da"), delta.value_heads)
+        found |= {"db": delta.value_heads, "da": delta.decays}
+        found |= dict.fromkeys(("dal", "dzl"), delta.rank)
     return found
 
 
@@ -71,15 +86,24 @@ def gated_delta_rule(spec: ModelSpec, i: int, source: str) -> list[Op]:
     state = delta.value_heads, delta.key_dim, delta.value_dim
     weights = tuple(Operand(f"{prefix}.{name}.weight") for name in ("a_log", "dt_bias"))
     of_norm = (Operand(f"{prefix}.norm.weight"),)
-    attrs = {"eps": delta.norm_eps, "group_size": delta.value_dim, "gate_first": False}
+    attrs = {
+        "eps": delta.norm_eps, "group_size": delta.value_dim, "gate_first": False,
+        "activation": delta.gate,
+    }  # fmt: skip
+    if delta.rank:
+        ops = [linear(spec, i, f"delta.{name}", source, f"d{name}") for name in "qkvb"]
+        ops += (linear(spec, i, f"delta.{name}_low", source, f"d{name}l") for name in "za")
+        ops += (linear(spec, i, f"delta.{name}", f"d{name}l", f"d{name}") for name in "za")
+    else:
+        ops = [linear(spec, i, f"delta.{name}", source, f"d{name}") for name in "qkvzba"]
     return [
-        *(linear(spec, i, f"delta.{name}", source, f"d{name}") for name in "qkvzba"),
+        *ops,
         *(_conv(spec, i, f"delta.{name}_conv", f"d{name}", f"c{name}", "silu") for name in "qkv"),
         Op("log_decay", "da", ("da",), weights, layer=i),
         Op("sigmoid", "db", ("db",), layer=i, attrs={"scale": delta.beta_scale}),
         Op(
             "delta_rule", "dy", ("cq", "ck", "cv", "da", "db"), layer=i,
-            attrs={"state": state, "head": delta.key_dim},
+            attrs={"state": state, "head": delta.key_dim, "decay": delta.decay},
         ),
         Op("gated_norm", "dy", ("dy", "dz"), of_norm, layer=i, attrs=attrs),
         linear(spec, i, "delta.out", "dy", "o"),
@@ -117,7 +141,10 @@ def _end_of_mamba2(spec: ModelSpec, ssm: StateSpaceSpec, i: int) -> Op:
     if ssm.norm == "none":
         return gate("my", "mz", "my", i, "silu")
     size = ssm.width // ssm.norm_groups
-    attrs = {"eps": spec.norm_eps, "group_size": size, "gate_first": ssm.norm == "after_gate"}
+    attrs = {
+        "eps": spec.norm_eps, "group_size": size, "gate_first": ssm.norm == "after_gate",
+        "activation": "silu",
+    }  # fmt: skip
     weight = (Operand(f"layers.{i}.ssm.norm.weight"),)
     return Op("gated_norm", "my", ("my", "mz"), weight, layer=i, attrs=attrs)
 
@@ -155,3 +182,31 @@ def _norms_of_mamba1(mamba: SelectiveSpec, i: int) -> list[Op]:
         weights = weight if mamba.norm == "weighted" else ()
         ops.append(Op("norm", buffer, (buffer,), weights, layer=i, attrs=attrs))
     return ops
+
+
+def lightning_attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
+    """Return linear attention with a constant decay per head, a norm of all heads and a gate."""
+    prefix, D = f"layers.{i}.lightning", spec.head_dim
+    matrices = tuple(Operand(f"{prefix}.{name}.weight") for name in "qkv")
+    eps = spec.norm_eps if spec.linear_norm_eps is None else spec.linear_norm_eps
+    attrs = {"state": (spec.n_heads, D, D), "slopes": _slopes(spec, i)}
+    norm_weight = (Operand(f"{prefix}.norm.weight"),)
+    return [
+        Op("linear", "lq_lk_lv", (source,), matrices, layer=i),
+        Op("activation", "lq_lk_lv", ("lq_lk_lv",), layer=i, attrs={"activation": "silu"}),
+        Op("lightning", "ly", ("lq", "lk", "lv"), layer=i, attrs=attrs),
+        Op("norm", "ly", ("ly",), norm_weight, layer=i, attrs={"norm": "rms", "eps": eps}),
+        linear(spec, i, "lightning.gate", source, "lg"),
+        gate("ly", "lg", "ly", i, "sigmoid"),
+        linear(spec, i, "lightning.out", "ly", "o"),
+        add(spec, "x", "o", i, spec.lightning_output_scale),
+    ]
+
+
+def _slopes(spec: ModelSpec, i: int) -> tuple[float, ...]:
+    """Return the decay of each head: 2 ** (-8 h / H), less in later layers, none in the last.
+
+    The small numbers are those of the published models.
+    """
+    later = 1.0 - i / (spec.n_layers - 1 + 1e-5) + 1e-5
+    return tuple(2.0 ** (-8.0 * (h + 1) / spec.n_heads) * later for h in range(spec.n_heads))

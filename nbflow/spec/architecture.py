@@ -122,9 +122,11 @@ class IndexerSpec:
     """Layers that select keys; each other one uses the selection of the layer before it."""
 
 
-Mixer = Literal["attention", "short_conv", "gated_delta_rule", "mamba1", "mamba2", "none"]
+Mixer = Literal[
+    "attention", "short_conv", "gated_delta_rule", "mamba1", "mamba2", "lightning_attention", "none"
+]  # fmt: skip
 """Sublayer that mixes the tokens of a sequence."""
-NormPlace = Literal["pre", "post", "sandwich", "output"]
+NormPlace = Literal["pre", "post", "sandwich", "output", "stream"]
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,15 @@ class DeltaSpec:
     """Epsilon of the norm of the output."""
     beta_scale: float = 1.0
     """Factor of the write strength."""
+    decay: Literal["head", "channel"] = "head"
+    rank: int = 0
+    """Width of the compressed decays and output gates; 0 for none."""
+    gate: Literal["silu", "sigmoid"] = "silu"
+
+    @property
+    def decays(self) -> int:
+        """Decays per token: one for each value head, or for each column of the keys."""
+        return self.value_heads * (self.key_dim if self.decay == "channel" else 1)
 
     @property
     def group(self) -> int:
@@ -297,6 +308,11 @@ class Architecture:
     """Factor of the queries by position."""
     attn_input_scale: float = 1.0
     attn_output_scale: float = 1.0
+    attn_residual_scale: float = 1.0
+    lightning_output_scale: float = 1.0
+    lightning_residual_scale: float = 1.0
+    ffn_residual_scale: float = 1.0
+    linear_norm_eps: float | None = None
     ffn_gate_scale: float = 1.0
     ffn_output_scale: float = 1.0
     full_layers: frozenset[int] = frozenset()

@@ -161,8 +161,8 @@ def _latent_problems(spec: Architecture, latent: LatentSpec) -> Iterator[str]:
             f"{spec.rope.dim}, q_rank and no window, got {indexer.heads}, {indexer.dim}, "
             f"{latent.q_rank} and {spec.window}"
         )
-    if spec.encoder is not None or spec.unrotated_layers:
-        yield "latent attention (kv_rank) has no encoder, and rotates in every layer"
+    if spec.encoder is not None:
+        yield "latent attention (kv_rank) has no encoder"
 
 
 def _plugin_op_problems(spec: Architecture) -> Iterator[str]:
@@ -183,7 +183,7 @@ def _plugin_op_problems(spec: Architecture) -> Iterator[str]:
 
 def _recurrent_problems(spec: Architecture) -> Iterator[str]:
     """Yield problems of layers with a recurrent state."""
-    if spec.conv_kernel < 2 and not spec.mixers <= {"attention", "none"}:
+    if spec.conv_kernel < 2 and not spec.mixers <= {"attention", "lightning_attention", "none"}:
         yield f"recurrent layers need conv_kernel, at least 2, got {spec.conv_kernel}"
     for name, wanted in (("causal", True), ("encoder", None), ("residual", "sequential")):
         if getattr(spec, name) != wanted:
@@ -210,6 +210,11 @@ def _recurrent_problems(spec: Architecture) -> Iterator[str]:
         yield (
             "linear_value_heads must be a multiple of linear_key_heads, got "
             f"{delta.value_heads} and {delta.key_heads}"
+        )
+    elif delta.decay == "channel" and delta.group != 1:
+        yield (
+            "linear_decay 'channel' needs as many linear_key_heads as linear_value_heads, got "
+            f"{delta.key_heads} and {delta.value_heads}"
         )
 
 

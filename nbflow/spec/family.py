@@ -79,6 +79,8 @@ class ConfigRule:
     kinds: tuple[str, ...] = ()
     """Of layer_types, for a key that holds numbers of layers, or n for every n-th layer: the kind
     of these layers, then the kind of the others."""
+    from_one: bool = False
+    """The numbers of layers for `kinds` count from 1."""
     offset: str | None = None
     """Key of the first of every n layers, for `kinds`; n - 1 without it."""
 
@@ -422,5 +424,6 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
         stored=None if stored is None else check_value(stored, f"{at} stored", str),
         where=None if word is None else check_value(word, f"{at} where", str),
         kinds=kinds,
+        from_one=check_value(rule.get("from_one", False), f"{at} from_one", bool),
         offset=None if offset is None else check_value(offset, f"{at} offset", str),
     )

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from nbflow.spec.architecture import Mixer
 from nbflow.tokenization.special_tokens import MAX_TOKEN_ID, NO_TOKEN
 from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import Kind, check_value
@@ -156,9 +157,9 @@ FIELDS: dict[str, Field] = {
     "norm_weight": Field(bool, "norms have weights", True),
     "norm_bias": Field(bool, "norms of kind layer have a bias", True),
     "norm_place": Field(
-        ("pre", "post", "sandwich", "output"),
+        ("pre", "post", "sandwich", "output", "stream"),
         "pre: x + f(norm(x)); post: norm(x + f(x)); sandwich: x + norm(f(norm(x))); "
-        "output: x + norm(f(x))",
+        "output: x + norm(f(x)); stream: norm(x) + f(norm(x))",
         "pre",
     ),
     "embed_norm": Field(bool, "norm after the embeddings", False),
@@ -290,12 +291,30 @@ FIELDS: dict[str, Field] = {
     "linear_value_dim": Field(int, "gated delta rule: width of a value head", 0, most=MAX_WIDTH),
     "linear_norm_eps": Field(
         float,
-        "gated delta rule: eps of the norm of its output; norm_eps if absent",
+        "gated delta rule, lightning attention: eps of the norm of its output; norm_eps if absent",
         None,
         least=0.0,
     ),
     "linear_beta_scale": Field(
         float, "gated delta rule: factor of the write strength; 2 allows negative eigenvalues", 1.0
+    ),
+    "linear_decay": Field(
+        ("head", "channel"),
+        "gated delta rule: a decay for each value head, or for each column of its key",
+        "head",
+    ),
+    "linear_rank": Field(
+        int,
+        "gated delta rule: width of the compressed decays and output gates; 0: none",
+        0,
+        most=MAX_WIDTH,
+    ),
+    "linear_gate": Field(
+        ("silu", "sigmoid"), "gated delta rule: activation of the output gate", "silu"
+    ),
+    "lightning_output_scale": Field(float, "lightning attention: factor of its output", 1.0),
+    "lightning_residual_scale": Field(
+        float, "lightning attention: factor of the residual stream that it is added to", 1.0
     ),
     "ssm_heads": Field(int, "Mamba-2: heads", 0, most=MAX_HEADS),
     "ssm_head_dim": Field(int, "Mamba-2: width of a head", 0, most=MAX_WIDTH),
@@ -390,6 +409,12 @@ FIELDS: dict[str, Field] = {
     "embed_scale": Field(float, "factor of the token embeddings", 1.0),
     "attn_input_scale": Field(float, "factor of the input of attention", 1.0),
     "attn_output_scale": Field(float, "factor of the output of attention", 1.0),
+    "attn_residual_scale": Field(
+        float, "factor of the residual stream that attention is added to", 1.0
+    ),
+    "ffn_residual_scale": Field(
+        float, "factor of the residual stream that the feed-forward network is added to", 1.0
+    ),
     "ffn_gate_scale": Field(float, "factor of ffn.gate's output, before the activation", 1.0),
     "ffn_output_scale": Field(float, "factor of the output of the feed-forward network", 1.0),
     "residual_scale": Field(float, "factor of a sublayer's output in the residual stream", 1.0),
@@ -476,7 +501,7 @@ FIELDS: dict[str, Field] = {
 
 LAYER_FIELDS: dict[str, Field] = {
     "mixer": Field(
-        [("attention", "short_conv", "gated_delta_rule", "mamba1", "mamba2", "none")],
+        [get_args(Mixer)],
         "sublayer that mixes tokens; several read the same input, and their outputs are added",
         ("attention",),
     ),
@@ -486,7 +511,9 @@ LAYER_FIELDS: dict[str, Field] = {
     "window": Field(bool, "attention has the sliding window (field window)", False),
     "chunk": Field(bool, "attention within chunks (field attention_chunk)", False),
     "norm_place": Field(
-        ("pre", "post", "sandwich", "output"), "place of the norms, if not that of the model", None
+        ("pre", "post", "sandwich", "output", "stream"),
+        "place of the norms, if not that of the model",
+        None,
     ),
 }
 """Keys of a table [layer.NAME]: fields of `nbflow.spec.architecture.LayerKind`."""
@@ -506,6 +533,10 @@ SSM_VECTORS = ("ssm.a_log", "ssm.dt_bias", "ssm.d")
 """Logarithm of the decay rates, what is added to the time steps, weight of the skip connection."""
 XIELU = tuple(f"ffn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
 """Numbers of a layer's xIELU."""
+DELTA_RANKS = ("delta.a_low", "delta.z_low")
+"""Compressed decays and output gates."""
+LIGHTNING = tuple(f"lightning.{name}" for name in ("q", "k", "v", "gate", "out"))
+"""Lightning attention: queries, keys, values, output gate, output."""
 MAMBA1 = tuple(f"mamba1.{name}" for name in ("x", "z", "conv", "dt_a", "b", "c", "dt", "out"))
 """Mamba-1: values, output gate, convolution, compressed time steps, input and output vectors, time
 steps, output."""
@@ -513,7 +544,7 @@ MAMBA1_VECTORS = ("mamba1.a_log", "mamba1.dt_bias", "mamba1.d")
 """As `SSM_VECTORS`; a_log has a row per channel."""
 LINEARS = (
     "attn.q", "attn.k", "attn.v", "attn.o", "attn.gate", "attn.q_a", "attn.kv_a", *CROSS,
-    *SHORT_CONV, *DELTA, *SSM, *MAMBA1,
+    *SHORT_CONV, *DELTA, *DELTA_RANKS, *SSM, *MAMBA1, *LIGHTNING,
     "ffn.gate", "ffn.up", "ffn.down", "router", "moe.gate", "moe.up", "moe.down",
 )  # fmt: skip
 """Matrices of a layer that may have a bias; moe.gate, .up and .down have one tensor of biases
@@ -530,6 +561,7 @@ FUSED = {
     "delta.conv": DELTA_CONVS,
     "ssm.in": ("ssm.z", "ssm.x", "ssm.b", "ssm.c", "ssm.dt"),
     "ssm.conv": _SSM_CONVS,
+    "lightning.qkv": ("lightning.q", "lightning.k", "lightning.v"),
     "mamba1.in": ("mamba1.x", "mamba1.z"),
     "mamba1.dt_bc": ("mamba1.dt_a", "mamba1.b", "mamba1.c"),
     "shared.gate_up": ("shared.gate", "shared.up"),
@@ -541,6 +573,7 @@ LAYER_NORMS = (
     "attn_norm", "attn_post_norm", "cross_norm", "ffn_norm", "ffn_post_norm", "attn.q_norm",
     "attn.k_norm", "attn.q_a_norm", "attn.kv_a_norm", "attn.index_norm", "delta.norm",
     "ssm.norm", "mamba1.dt_norm", "mamba1.b_norm", "mamba1.c_norm",
+    "lightning.norm",
 )  # fmt: skip
 DIVISORS = ("rope_divisors", "rope_short_divisors", "rope_long_divisors")
 """Divisors of the rotary frequencies; the latter two are LongRoPE's."""

@@ -252,6 +252,8 @@ def _from_config(
             continue
         if rule.kinds:
             offset = None if rule.offset is None else lookup(config, rule.offset)
+            if rule.from_one and isinstance(value, list):
+                value = [i - 1 if type(i) is int else i for i in value]
             return types_of(value, rule.kinds, values["n_layers"], f"{where}: {key}", offset)
         if rule.where is not None:
             words = check_value(value, f"{where}: {key}", [str])

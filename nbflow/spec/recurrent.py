@@ -12,7 +12,9 @@ def delta(values: Mapping[str, Any]) -> DeltaSpec | None:
     """Return the gated delta rule, or None for a model without it."""
     if not values["linear_value_heads"]:
         return None
-    parts = ("key_heads", "value_heads", "key_dim", "value_dim", "beta_scale")
+    parts = (
+        "key_heads", "value_heads", "key_dim", "value_dim", "beta_scale", "decay", "rank", "gate"
+    )  # fmt: skip
     eps = values["linear_norm_eps"]
     return DeltaSpec(
         **{name: values[f"linear_{name}"] for name in parts},

@@ -104,7 +104,7 @@ def _fused_groups(spec: Architecture, fused: str) -> int:
     """Return the number of groups of rows, each with the rows of every member."""
     if fused == "attn.qkv" and spec.qkv_layout == "groups":
         return spec.n_kv_heads
-    if fused == "attn.q_gate":
+    if fused in ("attn.q_gate", "lightning.qkv"):
         return spec.n_heads
     if fused in ("delta.qkvz", "delta.ba"):
         assert spec.delta is not None

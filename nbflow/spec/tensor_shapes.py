@@ -124,13 +124,16 @@ def _delta_shapes(spec: Architecture) -> Shapes:
     assert delta is not None
     keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
     widths = {"q": keys, "k": keys, "v": values}
-    rows = {**widths, "z": values, "b": delta.value_heads, "a": delta.value_heads}
+    rows = {**widths, "z": values, "b": delta.value_heads, "a": delta.decays}
     shapes: Shapes = {f"delta.{name}.weight": (n, E) for name, n in rows.items()}
+    for name in ("a", "z") if delta.rank else ():
+        shapes[f"delta.{name}_low.weight"] = (delta.rank, E)
+        shapes[f"delta.{name}.weight"] = (rows[name], delta.rank)
     for name, n in widths.items():
         shapes[f"delta.{name}_conv.weight"] = (n, spec.conv_kernel)
     return shapes | {
         "delta.a_log.weight": (delta.value_heads,),
-        "delta.dt_bias.weight": (delta.value_heads,),
+        "delta.dt_bias.weight": (delta.decays,),
         "delta.norm.weight": (delta.value_dim,),
         "delta.out.weight": (E, values),
     }
@@ -200,6 +203,12 @@ def _selective_shapes(spec: Architecture) -> Shapes:
     }
 
 
+def _lightning_shapes(spec: Architecture) -> Shapes:
+    E, rows = spec.hidden_size, spec.n_heads * spec.head_dim
+    shapes: Shapes = {f"lightning.{name}.weight": (rows, E) for name in ("q", "k", "v", "gate")}
+    return {**shapes, "lightning.norm.weight": (rows,), "lightning.out.weight": (E, rows)}
+
+
 def _no_shapes(spec: Architecture) -> Shapes:
     return {}
 
@@ -210,6 +219,7 @@ MIXER_SHAPES = {
     "gated_delta_rule": _delta_shapes,
     "mamba1": _selective_shapes,
     "mamba2": _state_space_shapes,
+    "lightning_attention": _lightning_shapes,
     "none": _no_shapes,
 }
 

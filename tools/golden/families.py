@@ -274,6 +274,18 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         **FOUR_EVEN, "num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1,
         "expert_layer_period": 3, "expert_layer_offset": 0, "num_experts": 4,
         "mamba_d_state": 6, "mamba_dt_rank": 5, "intermediate_size": 24}),
+    "minimax": ("MiniMax", {
+        **FOUR, "num_hidden_layers": 3, "intermediate_size": 24, "num_local_experts": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "full_attn_alpha_factor": 1.3, "full_attn_beta_factor": 0.8,
+        "linear_attn_alpha_factor": 0.7, "linear_attn_beta_factor": 1.2,
+        "mlp_alpha_factor": 0.9, "mlp_beta_factor": 1.1, "block_size": 16}),
+    "kimi_linear": ("KimiLinear", {
+        **{k: v for k, v in LATENT.items() if k not in ("first_k_dense_replace",
+                                                         "n_routed_experts")},
+        "num_local_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
+        "linear_head_dim": 18, "linear_num_heads": 2,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
     "mamba": ("Mamba", {**MAMBA, "use_bias": True}),
     "falcon_mamba": ("FalconMamba", {**MAMBA, "state_size": 20, "time_step_rank": "auto"}),
 }  # fmt: skip
@@ -438,7 +450,31 @@ def pattern_of_letters(model: Any) -> Convert:
     return convert
 
 
+def keys_of_kimi(model: Any) -> Convert:
+    """Return a conversion of Kimi Linear's configuration to the keys of its release."""
+    names = {
+        "num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token",
+        "n_group": "num_expert_group", "n_shared_experts": "num_shared_experts",
+        "norm_topk_prob": "moe_renormalize", "max_position_embeddings": "model_max_length",
+    }  # fmt: skip
+
+    def convert(tensors: Tensors, config: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+        kinds = config.pop("layer_types")
+        config["linear_attn_config"] = {
+            "full_attn_layers": [i + 1 for i, kind in enumerate(kinds) if kind[0] == "f"],
+            "kda_layers": [i + 1 for i, kind in enumerate(kinds) if kind[0] == "l"],
+            "head_dim": config.pop("linear_head_dim"),
+            "num_heads": config.pop("linear_num_heads"),
+            "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+        }
+        config["first_k_dense_replace"] = config.pop("mlp_layer_types").index("sparse")
+        return tensors, {names.get(key, key): value for key, value in config.items()}
+
+    return convert
+
+
 AS_RELEASED: dict[str, Callable[[Any], Convert]] = {
+    "KimiLinear": keys_of_kimi,
     "NemotronH": pattern_of_letters,
     "Qwen3_5": nested,
     "OlmoHybrid": separate_convolutions,
