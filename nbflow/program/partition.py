@@ -4,7 +4,8 @@ Tensor parallel ranks of a pipeline stage split q, k, v, gate, up and the head b
 parallel), o and down by columns (row parallel), with two all-reduces per layer.  Recurrent mixers
 split channels or heads, and their states with them.  The token
 embedding is split by rows: a rank writes zeros for tokens of others, and an all-reduce adds them.
-Latent attention (MLA) splits its matrices by heads; latent vectors and their cache are replicated.
+Latent attention (MLA) splits its matrices by heads; latent vectors and their cache are replicated,
+and so are an indexer and its selection of keys.
 Experts are distributed whole (expert parallel) and summed by the same all-reduce.  Pipeline stages
 send each other the hidden states.
 """

@@ -18,6 +18,7 @@ from nbflow.checkpoint import open_weights
 from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.program import build
 from nbflow.spec import check, families, resolve
+from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
@@ -92,6 +93,11 @@ def test_partitions(name, partition):
     ids, logits, _ = golden(name)
     with nbflow.load(FOLDER / name, kv="f32", partition=partition, threads=1) as model:
         assert error(model.logits(ids), logits) < TOLERANCE
+
+
+def test_a_stage_begins_with_a_layer_that_selects_keys():
+    with pytest.raises(UsageError, match="a stage begins with layer 1, which attends to the keys"):
+        nbflow.load(FOLDER / "glm_moe_dsa", partition="0;1;2", threads=1)
 
 
 def test_every_family_has_a_golden_model():

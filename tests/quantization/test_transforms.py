@@ -48,6 +48,7 @@ BOTH = [
     "mixtral",
     "qwen2_moe",
     "deepseek_v2",
+    "deepseek_v32",
     "granite",
     "qwen3",
     "chatglm2",
