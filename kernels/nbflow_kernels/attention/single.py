@@ -95,8 +95,8 @@ def single_prefill_with_kv_cache(
         Per head, the score of an additional key without a value; part of the LSE.
     kv_format : str, optional
         Storage format of keys and values if their dtype does not tell (uint16 holds the bits of
-        bfloat16): ``"f8_e4m3"`` or a block format such as ``"q8_0"`` (uint8, rows of bytes), see `kv_format`.  Two names,
-        ``"q8_0/q4_0"``, for keys and values.
+        bfloat16): ``"f8_e4m3"`` or a block format such as ``"q8_0"`` (uint8, rows of bytes), see
+        `kv_format`.  Two names, ``"q8_0/q4_0"``, for keys and values.
     variant : object, optional
         User-defined functions; see `AttentionVariant`.
     lse_base : str
