@@ -46,7 +46,7 @@ _FLOAT32_ROWS = {
     "merge_state_in_place": ("v", "v_other"),
     "merge_states": ("v",),
 }
-_ATTENTION_ROWS = ("q", "k", "v", "q_nope", "q_pe", "out", "sinks")
+_QUERIES = ("q", "q_nope", "q_pe", "out", "sinks")
 """Arguments of attention that are widened from bfloat16; their kernels read float16."""
 _INDICES = re.compile(
     r"(ids|indices|indptr|positions?|lens?|offsets|inverse|rows|sz|num)(_arr|_buf)*$"
@@ -67,7 +67,7 @@ class _Rules:
     renamed: dict[str, str]
     writes: frozenset[str]
 
-    def widens(self, name: str, half: str, arguments: dict[str, Any]) -> bool:
+    def widens(self, name: str, half: str) -> bool:
         """Return True if an argument of float16 or bfloat16 becomes a float32 copy."""
         if name == "state" or name in op_registry.READS_HALF.get(self.op, ()):
             return False  # a state rounded after every step would drift
@@ -75,9 +75,9 @@ class _Rules:
             return self.family != "quantizers" or half == "bfloat16"
         if name in _FLOAT32_ROWS.get(self.op, ()):
             return True
-        if half == "float16" or name not in _ATTENTION_ROWS:
-            return False
-        return name not in "kv" or arguments.get("kv_format") is None
+        return half == "bfloat16" and (
+            name in _QUERIES or (name in ("k", "v") and "BlockSparse" in self.op)
+        )
 
     @property
     def rounds_results(self) -> bool:
@@ -145,7 +145,7 @@ class _Call:
         if name in self.rules.writes:
             check_writable(name, memory)
         used = memory
-        widened = dtype in _HALF and self.rules.widens(name, dtype, self.arguments)
+        widened = dtype in _HALF and self.rules.widens(name, dtype)
         if self.rounds_like is None and (widened or dtype == "float32"):
             self.rounds_like = value
             self.rounds_to = dtype if widened and self.arguments.get("o_dtype") is None else ""

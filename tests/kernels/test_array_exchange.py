@@ -148,12 +148,12 @@ def test_attention_in_bfloat16() -> None:
     np.testing.assert_array_equal(found[1].array, lse)
 
 
-def test_bfloat16_cache_with_its_format() -> None:
+def test_bfloat16_cache() -> None:
     cache, q = _normal(2, 2, 4, 2, 32), _normal(2, 4, 32)
     bits = f32_to_bf16(cache)
     wrapper = nk.BatchDecodeWithPagedKVCacheWrapper()
     table = [np.array(a, np.int32) for a in ([0, 1, 2], [1, 0], [4, 3])]
-    wrapper.plan(*table, 4, 2, 32, 4, kv_format="bf16")
+    wrapper.plan(*table, 4, 2, 32, 4, q_data_type="bfloat16", kv_data_type="bfloat16")
     wanted = wrapper.run(bf16_to_f32(f32_to_bf16(q)), bits)
     found = wrapper.run(BFloat16(f32_to_bf16(q)), BFloat16(bits))
     np.testing.assert_array_equal(found.array, f32_to_bf16(wanted))
@@ -268,6 +268,9 @@ def test_keys_and_values_of_any_stride() -> None:
     heads_first = [a.transpose(1, 0, 2) for a in (k, v)]
     found = nk.single_prefill_with_kv_cache(q, *heads_first, causal=True, kv_layout="HND")
     np.testing.assert_array_equal(found, wanted)
+    ragged = nk.BatchPrefillWithRaggedKVCacheWrapper()
+    ragged.plan(np.array([0, 5], np.int32), np.array([0, 7], np.int32), 4, 2, 32, causal=True)
+    np.testing.assert_array_equal(ragged.run(q, k, v), ragged.run(q, k.copy(), v.copy()))
     wide = _normal(7, 2, 64)[:, :, ::2]
     with pytest.raises(UsageError, match="k must be C-contiguous"):
         nk.single_prefill_with_kv_cache(q, wide, v)

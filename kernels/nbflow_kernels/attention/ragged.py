@@ -169,7 +169,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         for name, array, format, size in zip("kv", (k, v), formats, (D_qk, D_vo), strict=True):
             row = format.row_length(size)
             shape = (G, self._nnz_kv, row) if heads_first else (self._nnz_kv, G, row)
-            check_array(name, array, shape, array.dtype)
+            check_array(name, array, shape, array.dtype, any_stride=True)
         self._check_arrays(plan, q, ("k", k), ("v", v))
         kinds = (formats[0].kind, formats[1].kind)
         call = AttentionCall(

@@ -95,9 +95,9 @@ def single_prefill_with_kv_cache(
     sinks : array of float32, shape (H,), optional
         Per head, the score of an additional key without a value; part of the LSE.
     kv_format : str, optional
-        Storage format of keys and values if their dtype does not tell: ``"bf16"`` (uint16), or a
-        block format such as ``"q8_0"`` (uint8, rows of bytes), see `kv_format`.  Two names,
-        ``"q8_0/q4_0"``, for keys and values.
+        Storage format of keys and values if their dtype does not tell (uint16 holds the bits of
+        bfloat16): ``"f8_e4m3"`` or a block format such as ``"q8_0"`` (uint8, rows of bytes), see
+        `kv_format`.  Two names, ``"q8_0/q4_0"``, for keys and values.
     variant : object, optional
         User-defined functions; see `AttentionVariant`.
     lse_base : str
@@ -262,7 +262,8 @@ def single_run(
     check_array("q", q, (None, None, None), (np.float32, np.float16), rows=True)
     if kv_format is None:  # messages name `k` and `v`
         for name, rows in (("k", k), ("v", v)):
-            check_array(name, rows, (None, None, None), (np.float32, np.float16), any_stride=True)
+            dtypes = (np.float32, np.float16, np.uint16)  # bits of bfloat16
+            check_array(name, rows, (None, None, None), dtypes, any_stride=True)
     formats = formats_of(k, v, kv_format)
     plan = _plan_one(q, k, v, options, formats, custom_mask, packed_custom_mask)
     kinds = (formats[0].kind, formats[1].kind)

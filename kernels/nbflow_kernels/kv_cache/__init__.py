@@ -107,8 +107,8 @@ def append_paged_kv_cache(
     kv_format : str, optional
         Storage format of the cache: a name of `kv_format`, e.g. ``"q8_0"``, or two, keys first,
         e.g. ``"q8_0/q4_0"`` (see `kv_formats`).  By default that of the arrays' dtypes: float32,
-        float16, or bfloat16 and float8 where a package provides the dtype (``kv_format="bf16"`` is
-        uint16, ``"f8_e4m3"`` uint8).
+        float16, uint16 as the bits of bfloat16, or bfloat16 and float8 where a package provides the
+        dtype (``kv_format="f8_e4m3"`` is uint8).
     cos_sin : array of float32, shape (n_positions, rotary_dim), optional
         Table of `rope_cos_sin_cache`: the first `rotary_dim` columns of the keys are rotated by
         their positions before they are stored, as `apply_rope_with_cos_sin_cache_inplace` does it.

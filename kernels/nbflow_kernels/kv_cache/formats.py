@@ -17,6 +17,7 @@ _FLOAT_NAMES = {
     "float32": "f32",
     "float16": "f16",
     "bfloat16": "bf16",
+    "uint16": "bf16",  # its bits
     "float8_e4m3fn": "f8_e4m3",
     "float8_e5m2": "f8_e5m2",
 }
@@ -160,7 +161,7 @@ def format_of(array: Any, name: str | None) -> KVFormat:
         if found not in _FLOAT_NAMES:
             raise TypeError(
                 "paged_kv_cache must have dtype float32, float16, bfloat16 or float8, got "
-                f"{found}; pass kv_format= for quantized pages and bits of bfloat16 or float8"
+                f"{found}; pass kv_format= for quantized pages and bits of float8"
             )
         return kv_format(_FLOAT_NAMES[found])
     wanted = kv_format(name)

@@ -264,7 +264,7 @@ Q, KV = np.zeros((2, 4, 16), np.float32), np.zeros((5, 2, 16), np.float32)
         ({"q": Q[:, ::2]}, UsageError, "q must be C-contiguous"),
         ({"q": Q[:, :3].copy()}, UsageError, "must be a multiple of num_kv_heads = 2"),
         ({"k": KV[:4], "v": KV}, UsageError, r"v must have shape \(4, 2, any\)"),
-        ({"v": KV.astype(np.int8)}, TypeError, "v must have dtype float32 or float16, got int8"),
+        ({"v": KV.astype(np.int8)}, TypeError, "float32 or float16 or uint16, got int8"),
         ({"kv_layout": "NDH"}, UsageError, "unknown kv_layout 'NDH'; did you mean 'NHD'"),
         ({"logits_soft_cap": -1.0}, UsageError, "logits_soft_cap must be positive"),
         (
