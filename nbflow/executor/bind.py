@@ -19,12 +19,12 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.executor.executor import Executor
 from nbflow.executor.expert_bias import expert_biases
+from nbflow.executor.plugin_ops import plugin_call
 from nbflow.executor.sparse_attention import SparseAttention, append_index, select_keys
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.storage import LAYOUT
 from nbflow.program.cost import sends_q8
 from nbflow.program.records import COMMUNICATION, Mask, Op, mask_of, state_key
-from nbflow.spec.plugin_ops import OPS
 from nbflow.utils.rank_status import WAITING, WORKING, status
 from nbflow_kernels import op_registry
 from nbflow_kernels.activation.xielu import xielu_numbers
@@ -37,7 +37,6 @@ from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.graph import GraphNode
 from nbflow_kernels.cpu.parallel_for import capture, get_num_threads
 from nbflow_kernels.cpu.simd_memory import address_of
-from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.formats.cpu_dequantize import gather
 from nbflow_kernels.matmul import cpu as floats
@@ -568,25 +567,9 @@ class Binder:
         return PythonOp(op.kind, call)
 
     def _plugin(self, op: Op, index: int) -> BoundOp:
-        found, x, out = OPS[op.attrs["op"]], self.view(op.inputs[0]), self.view(op.out)
-        weights = dict(zip(found.weights, self.executor.weights.operands[index], strict=True))
-        sequences: tuple[Any, ...] = ()
-        if found.state is not None:
-            states = self.executor.states.arrays[state_key(op)]
-            sequences = states, self.arrays.qo_indptr, self.arrays.state_rows
-
-        def call() -> None:
-            try:
-                if found.cpu is not None:
-                    found.cpu(x, weights, *sequences, out)
-                else:
-                    out[:] = found.reference(x.astype(np.float64), weights, *sequences)
-            except Exception as error:
-                raise UsageError(
-                    f"op {found.name!r} of a plugin, layer {op.layer}: {type(error).__name__}: "
-                    f"{error}"
-                ) from error
-
+        x, out = self.view(op.inputs[0]), self.view(op.out)
+        operands = self.executor.weights.operands[index]
+        call = plugin_call(op, x, operands, self.executor, self.arrays, out)
         return PythonOp(op.kind, call)
 
     def _scale_rows(self, op: Op, index: int) -> BoundOp:
