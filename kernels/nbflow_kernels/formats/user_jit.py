@@ -57,10 +57,10 @@ class UserCode:
         self.block_size, self.block_bytes = block_size, block_bytes
         self.functions = functions
         # only kernels call them; their compiler names symbols stably, which cached code contains
+        options: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
         compile_user: Any = numba.njit(
-            error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True,
-            pipeline_class=jit.DeviceCompiler,
-        )  # fmt: skip
+            error_model="numpy", nogil=True, pipeline_class=jit.DeviceCompiler, **options
+        )
         self.compiled = {key: compile_user(function) for key, function in functions.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
