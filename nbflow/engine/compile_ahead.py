@@ -7,6 +7,8 @@ forward pass: the kernels of the thread pool, greedy sampling and log-probabilit
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,10 +33,11 @@ def compile_ahead(spec: ModelSpec, kv: str) -> None:
         compile_meanwhile.extend((compile_pool, *sampling_kernels()))
 
 
-def sampling_kernels() -> list[Any]:
+def sampling_kernels() -> list[Callable[[], None]]:
     """Return functions that compile the kernels of greedy sampling with log-probabilities."""
     logits, tokens = np.zeros((1, 1), np.float32), np.zeros(1, np.int32)
     with capture() as seen:
         Greedy().launch(logits, np.zeros(1, np.uint64), np.zeros(1, np.uint64), tokens)
         log_probabilities(logits, tokens, np.zeros((1, 1)))
-    return [lambda call=call: call.kernel.compile(signature_of(call)) for call in seen.calls]
+    kernels: list[tuple[Any, Any]] = [(call.kernel, signature_of(call)) for call in seen.calls]
+    return [partial(kernel.compile, signature) for kernel, signature in kernels]

@@ -28,7 +28,6 @@ Run = tuple[str, str, str, bool]
 RUNS: tuple[Run, ...] = (
     *(("15m", f, "--activations int8 -p 512 -n 128", True) for f in ("q4_0", "q8_0")),
     ("15m", "f16", "-p 512 -n 128", True),
-    ("15m", "q4_0", "--activations int8 -p 0 -n 128 -b 1,8,16,32", False),
     *(
         ("1.1b", f, "--activations int8 -p 512 -n 32", True)
         for f in ("q4_0", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
