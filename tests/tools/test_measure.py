@@ -13,6 +13,7 @@ import pytest
 
 import nbflow
 import nbflow_kernels as nk
+from nbflow_kernels.cpu import isa
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows, quantize_activations
 
 TOOLS = Path(__file__).parents[2] / "tools" / "measure"
@@ -191,3 +192,13 @@ def test_load(tool, tmp_path, capsys):
     assert row["weight_bytes"] >= row["bytes_read"] == 7_344_640
     assert min(row["load_s"], row["read_s"], row["fault_s"], row["peak_bytes"]) > 0
     assert "tiny_python (now): load_s" in capsys.readouterr().out
+
+
+@pytest.mark.skipif("avx512vnni" not in isa.features(), reason="counts AVX-512 VNNI instructions")
+def test_gemv(tool, tmp_path):
+    tool("gemv", tmp_path, "q4_0", "--megabytes", 1, "--repeats", 1)
+    (row,) = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert row["packed_bits_per_weight"] == 4.5
+    # 8 dot products, 4 loads and 8 extractions of codes at least
+    assert 20 <= row["instructions_per_512_weights"] < 100
+    assert row["share_of_read"] > 0

@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT / "tools" / name) for name in ("docs", "measure")]  # f
 
 from device_budgets import budgets  # noqa: E402
 from experiment_tables import TABLES as EXPERIMENTS  # noqa: E402
+from gemv_table import gemv  # noqa: E402
 from launch_table import launches  # noqa: E402
 from memory_tables import TABLES as MEMORY  # noqa: E402
 from published_rows import latest  # noqa: E402
@@ -254,7 +255,7 @@ def result_columns_table() -> str:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"formats": formats_excerpt, "engine excerpt": engine_excerpt},
     "docs/server.md": SERVER,
-    "docs/performance.md": {"engine": engine_table, "bandwidth": bandwidth_table},
+    "docs/performance.md": {"engine": engine_table, "bandwidth": bandwidth_table, "gemv": gemv},
     "docs/formats.md": {
         "where": measured_where,
         "formats": formats_table,

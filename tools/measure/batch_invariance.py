@@ -47,6 +47,7 @@ from nbflow_kernels.benchmarks.roofline import ReadProbe, compute_peak
 from nbflow_kernels.cpu import jit, register_tiles_int8, simd
 from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
 from nbflow_kernels.cpu.parallel_for import capture, get_num_threads, run_graph, set_num_threads
+from nbflow_kernels.cpu.simd_memory import prefetch_lines
 from nbflow_kernels.formats.decode_cpu import codes, d_of, unit_of
 from nbflow_kernels.formats.layout_cpu import CpuLayout, CpuPacked
 from nbflow_kernels.quantized_matmul import cpu, cpu_gemm_int8, cpu_gemv_int8
@@ -186,8 +187,8 @@ def in_chains(form: CpuLayout, tokens: int, n: int) -> Any:
                 )
                 for _ in range(n_blocks // 2):
                     for chain in range(2):
-                        for line in range(5 if tokens > 1 and first == 0 else 0):
-                            cpu_gemv_int8.prefetch(at + cpu_gemv_int8.PREFETCH_BYTES + 64 * line)
+                        if first == 0:
+                            prefetch_lines(at + cpu_gemv_int8.PREFETCH_BYTES, 5)
                         ints = register_tiles_int8.starts(1, tokens, n_at, n_step, zero)
                         for v in range(8):
                             u = codes(form, unit_of(form, at, 0), v)
