@@ -23,9 +23,9 @@ from nbflow.conversion.plan import TensorConversion
 from nbflow.conversion.tensor_rows import ModelRows
 from nbflow.spec.architecture import RopeSpec
 from nbflow.spec.family import Family, family_of
-from nbflow.spec.fields import FUSED
 from nbflow.spec.from_config import build_spec
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.tensor_names import FUSED
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import Llama3RopeScaling, LongRopeScaling
 

@@ -13,14 +13,8 @@ from typing import Any
 import numpy as np
 
 import nbflow_kernels as nk
-from nbflow.executor.bind import (
-    ATTENTIONS,
-    Binder,
-    BoundOp,
-    LayerAttention,
-    PythonOp,
-    with_status,
-)
+from nbflow.executor.attention_plans import ATTENTIONS, LayerAttention
+from nbflow.executor.bind import Binder, BoundOp, PythonOp, with_status
 from nbflow.executor.bind_cuda_fused import bind_fused
 from nbflow.executor.bind_cuda_moe import bind_experts
 from nbflow.executor.cuda_communication import StagedComm

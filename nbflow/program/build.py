@@ -18,8 +18,8 @@ from nbflow.program.recurrent import (
 )
 from nbflow.program.recurrent import widths as recurrent_widths
 from nbflow.spec.architecture import LatentSpec
-from nbflow.spec.fields import EXPERT_BIASES, XIELU
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.tensor_names import EXPERT_BIASES, XIELU
 
 Sublayer = Callable[[ModelSpec, int, str], list[Op]]
 """Function of model, layer and input buffer that returns a sublayer."""

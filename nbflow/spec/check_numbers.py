@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from nbflow.spec.architecture import Architecture, LatentSpec, RopeSpec
-from nbflow.spec.fields import EXPERT_BIASES, FIELDS, MAX_FLOAT, MAX_INT, check_bounds
+from nbflow.spec.fields import FIELDS, MAX_FLOAT, MAX_INT, check_bounds
 from nbflow.spec.plugin_ops import OPS
+from nbflow.spec.tensor_names import EXPERT_BIASES
 from nbflow_kernels.errors import UsageError
 
 MAX_EXPERT_LAYERS = 1 << 17

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from nbflow.checkpoint import WeightFile
 from nbflow.checkpoint.dtypes import ITEM_BITS
 from nbflow.checkpoint.quantization_config import FLOAT8
-from nbflow.spec.fields import DIVISORS
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.tensor_names import DIVISORS
 from nbflow_kernels.errors import UsageError
 
 _LAYER = re.compile(r"\d+")

@@ -95,7 +95,8 @@ def _nameless(path: Path, family: Family) -> list[str]:
         )
         numbers |= {"layer_types": kinds, "n_layers": len(kinds)}
         recurrent = ("conv_", "linear_", "mamba1_", "ssm_")
-        numbers |= {name: 2 for name in FIELDS if name.startswith(recurrent)}
+        sizes = (name for name in family.config if FIELDS[name].kind is int)
+        numbers |= {name: 2 for name in sizes if name.startswith(recurrent)}
     encoder = encoder_of(family)
 
     def spec_of(one: Family) -> ModelSpec:

@@ -15,9 +15,10 @@ from typing import Any
 
 from nbflow.checkpoint.quantization_config import KEY as QUANTIZATION
 from nbflow.spec.architecture import LAYER_KINDS, LayerKind
-from nbflow.spec.fields import FIELDS, FUSED, LAYER_FIELDS, LINEARS, TENSOR_NAMES, check_field
+from nbflow.spec.fields import FIELDS, LAYER_FIELDS, check_field
 from nbflow.spec.formula import check_formula
 from nbflow.spec.plugin_ops import TENSOR_NAME
+from nbflow.spec.tensor_names import FUSED, LINEARS, TENSOR_NAMES
 from nbflow.utils.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_specs import FAMILIES

@@ -16,12 +16,13 @@ from nbflow.spec.architecture import (
     MoeSpec,
 )
 from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, encoder_of
-from nbflow.spec.fields import FIELDS, FUSED, MAX_ITEMS, REQUIRED, check_field
+from nbflow.spec.fields import FIELDS, MAX_ITEMS, REQUIRED, check_field
 from nbflow.spec.formula import evaluate
 from nbflow.spec.layer_types import first_layers, layer_kinds, types_of
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.positions import ropes, temperature, unrotated
 from nbflow.spec.recurrent import delta, selective, state_space
+from nbflow.spec.tensor_names import FUSED
 from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import check_value
 from nbflow_kernels.errors import UsageError

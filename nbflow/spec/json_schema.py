@@ -11,8 +11,9 @@ from dataclasses import fields
 from typing import Any
 
 from nbflow.spec.family import ANY, FAMILY_KEYS, ConfigRule, OnlyRule
-from nbflow.spec.fields import FIELDS, LAYER_FIELDS, LINEARS, REQUIRED, TENSOR_NAMES, Field, show
+from nbflow.spec.fields import FIELDS, LAYER_FIELDS, REQUIRED, Field, show
 from nbflow.spec.model_file import GENERATION, MODEL_KEYS, MODEL_TABLES
+from nbflow.spec.tensor_names import LINEARS, TENSOR_NAMES
 from nbflow.utils.toml_schema import Kind
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"

@@ -12,7 +12,7 @@ from typing import Any
 from nbflow.checkpoint import WeightFile, open_weights
 from nbflow.checkpoint.hub import find_cached, is_repo_name, repo_of
 from nbflow.spec.family import Family, family_of_config
-from nbflow.spec.fields import DIVISORS, check_field
+from nbflow.spec.fields import check_field
 from nbflow.spec.model_file import (
     GENERATION,
     READERS,
@@ -23,6 +23,7 @@ from nbflow.spec.model_file import (
 )
 from nbflow.spec.model_names import known_models, model_name, unknown_model
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.tensor_names import DIVISORS
 from nbflow.tokenization import Tokenizer, load_tokenizer_file
 from nbflow.tokenization.find_files import NAMES, find_tokenizer, tokenizer_of_weights
 from nbflow.utils.json_file import read_object

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nbflow.spec.architecture import Architecture
-from nbflow.spec.fields import FUSED, LATENT_MATRICES
+from nbflow.spec.tensor_names import FUSED, LATENT_MATRICES
 
 Span = tuple[int, int]
 

@@ -8,8 +8,8 @@ columns.
 from __future__ import annotations
 
 from nbflow.spec.architecture import Architecture, LatentSpec
-from nbflow.spec.fields import EXPERT_BIASES, XIELU
 from nbflow.spec.plugin_ops import OPS, PLACES
+from nbflow.spec.tensor_names import EXPERT_BIASES, XIELU
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -13,7 +13,7 @@ from mpirun import PYTHONPATH
 
 from nbflow.cli.commands import spec as spec_command
 from nbflow.spec.family import FAMILIES, FAMILY_KEYS, ConfigRule
-from nbflow.spec.fields import TENSOR_NAMES
+from nbflow.spec.tensor_names import TENSOR_NAMES
 from nbflow_kernels.errors import UsageError
 
 ROOT = Path(__file__).parents[2]

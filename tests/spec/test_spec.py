@@ -15,8 +15,8 @@ from nbflow.cli.commands import inspect as inspect_command
 from nbflow.cli.commands import spec as spec_command
 from nbflow.spec import ModelSpec, check, families, known_models, resolve
 from nbflow.spec.family import load_family
-from nbflow.spec.fields import TENSOR_NAMES
 from nbflow.spec.model_file import load_model_file
+from nbflow.spec.tensor_names import TENSOR_NAMES
 from nbflow_kernels import LinearRopeScaling
 from nbflow_kernels.errors import UsageError
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from nbflow.spec.fields import TENSOR_NAMES
+from nbflow.spec.tensor_names import TENSOR_NAMES
 
 _STANDARD = re.compile(r"(?:(enc|dec)\.)?(?:(\{i\})\.)?([\w.{}]+)\.(weight|bias)")
 
