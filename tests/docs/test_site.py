@@ -8,12 +8,9 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-import nbflow
 from nbflow.cli import COMMANDS, make_parser
-from nbflow_kernels.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -135,39 +132,3 @@ def test_api_has_parameters_and_fields(made):
     assert "- **`UsageError`**\n" in load
     generation = page.partition("## RequestOutput\n")[2].partition("\n## ")[0]
     assert "- **`text`** : `str`\n" in generation
-
-
-@pytest.fixture(scope="module")
-def examples():
-    text = (ROOT / "docs" / "bring_your_own.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    spaces = []
-    for block in blocks:
-        space = {"__name__": "example", "__doc__": "What it is."}
-        exec(compile(block, "bring_your_own.md", "exec", dont_inherit=True), space)
-        spaces.append(space)
-    return spaces
-
-
-def test_example_of_a_strategy(examples):
-    kind = examples[0]["NotTheBest"]
-    logits = np.array([5.0, 0.0, 4.0, 3.0, -np.inf], np.float32)
-    found = {kind(k=3).begin([1], seed).choose(logits.copy()) for seed in range(40)}
-    assert found == {2, 3}  # each has more than a quarter: missed 40 times with 0.75**40 = 1e-5
-    only = np.array([-np.inf, 1.0], np.float32)
-    assert kind().begin([1], 0).choose(only) == 1
-    with pytest.raises(UsageError, match=r"not_the_best: k must be in \[2, 1000\], got 1"):
-        kind(k=1)
-
-
-def test_example_of_a_measure(examples):
-    measure = examples[1]["MEASURE"]
-    assert measure.about == examples[1]["__doc__"]
-    context = sys.modules["nbflow_experiments.measures.measure"].Context
-    with nbflow.load("tiny_python") as model:
-        windows = np.arange(8, dtype=np.int64)[None]
-        result = measure.run(context({}, model, True, windows))
-    (reading,), shares = result.readings, result.arrays["likely_share"].values
-    assert shares.shape == (8,)
-    assert reading.value == shares.mean()
-    assert 0 < reading.value < 1
