@@ -33,7 +33,7 @@ ENGINE = ROOT / "results" / "engine" / "intel-xeon-2-cores" / "rows.jsonl"
 
 EXCERPT = ("q8_0", "q6_k", "q4_k", "iq4_xs", "q3h_b64t1", "q3_k")
 """Formats that the README shows."""
-EXCERPT_COLUMNS = (0, 4, 6, 7, 9, 10, 12)
+EXCERPT_COLUMNS = (0, 4, 6, 7, 10, 11, 13)
 
 
 @cache

@@ -6,6 +6,7 @@ samples with a fixed seed in rows of 1024.  They stand for the distribution, not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,15 +18,17 @@ from nbflow_kernels.quantizers import quantize
 
 HEADER = (
     "| format | short name | block | bytes | bits/weight | packed "
-    "| error, reference | error, search | model: weight error | model: KLD (nat/token) "
+    "| error, reference | error, search | bits wasted | model: weight error "
+    "| model: KLD (nat/token) "
     "| GEMV f32, Gweights/s | GB/s (of read) "
     "| GEMV int8, Gweights/s | GB/s (of read) |\n"
-    "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
 )
 COLUMNS = (
     ("packed_bits_per_weight", "{:.4g}"),
     ("error_reference", "{:.3g}"),
     ("error_search", "{:.3g}"),
+    ("bits_wasted", "{:.2f}"),
     ("model_weight_error_relative", "{:.3g}"),
     ("model_kld_mean_nats", "{:.2g}"),
 )
@@ -43,6 +46,24 @@ def relative_rmse(x: NDArray[np.float32], format: str | QuantFormat, quantizer: 
     """
     error = np.subtract(dequantize(quantize(x, format, quantizer=quantizer)), x, dtype=np.float64)
     return float(np.sqrt(np.square(error).mean() / np.square(x, dtype=np.float64).mean()))
+
+
+def bits_wasted(bits_per_weight: float, error: float) -> float:
+    """Return the bits of a format above those that its error on normal weights needs.
+
+    No code of R bits per weight has a relative error below ``2**-R`` on independent normal
+    weights.
+
+    References
+    ----------
+    .. [1] Shannon, "Coding theorems for a discrete source with a fidelity criterion", 1959.
+
+    Examples
+    --------
+    >>> bits_wasted(4.5, 0.0625)
+    0.5
+    """
+    return bits_per_weight + math.log2(error)
 
 
 def sample(n_rows: int = 1024) -> NDArray[np.float32]:
@@ -73,12 +94,14 @@ def table(measured: Mapping[str, Mapping[str, Any]], names: Sequence[str] | None
     Examples
     --------
     >>> print(table({"f16": {"error_reference": 0.000207}}, ["f16"]).splitlines()[2])
-    | `f16` |  | 1 | 2 | 16 | - | 0.000207 | - | - | - | - | - | - | - |
+    | `f16` |  | 1 | 2 | 16 | - | 0.000207 | - | - | - | - | - | - | - | - |
     """
     short = short_names()
     lines = [HEADER]
     for name in FORMATS if names is None else names:
-        format, row = FORMATS[name], measured.get(name, {})
+        format, row = FORMATS[name], dict(measured.get(name, {}))
+        if row.get("error_search"):
+            row["bits_wasted"] = bits_wasted(format.bits_per_weight, row["error_search"])
         alias = f"`{short[name]}`" if name in short else ""
         cells = [f"`{name}`", alias, f"{format.block_size}", f"{format.block_bytes}"]
         cells.append(f"{format.bits_per_weight:g}")
