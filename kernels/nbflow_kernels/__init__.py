@@ -4,7 +4,7 @@
     y = nk.rmsnorm(x, weight, eps=1e-5)
 
 A NumPy array runs on the CPU, an array on a CUDA device runs there; arrays of other libraries
-(PyTorch, JAX, Numba) are taken as they are, and results are of their kind (`op_boundary`).  Names
+(PyTorch, JAX, Numba) are taken as they are, and results are of their kind (`exchange`).  Names
 and conventions are FlashInfer's.  Each op is a folder with a readable reference (`reference.py`),
 the CPU kernel, the CUDA kernel and the test cases; `nbflow_kernels.op_registry` lists the names,
 `__init__.pyi` has their types.
@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
 @functools.cache
 def _public(name: str, module: ModuleType) -> Any:
     """Return the public form of a name: it takes arrays of any library."""
-    from nbflow_kernels.op_boundary import public
+    from nbflow_kernels.exchange.op_boundary import public
 
     return public(name, getattr(module, name))
 

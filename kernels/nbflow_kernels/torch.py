@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 import nbflow_kernels as nk
-from nbflow_kernels.array_exchange import native
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
+from nbflow_kernels.exchange.array_exchange import native
 
 try:
     import torch

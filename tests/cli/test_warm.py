@@ -7,7 +7,7 @@ import re
 import pytest
 
 from nbflow import cli
-from nbflow_kernels.jit_cache import cache_root
+from nbflow_kernels.compilation.jit_cache import cache_root
 
 WORDS = ["warm", "tiny_python", "--n-prompt", "4", "--batch", "2"]
 

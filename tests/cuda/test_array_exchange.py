@@ -11,8 +11,8 @@ import pytest
 
 import nbflow_kernels as nk
 import nbflow_ptx.cupy_stand_in as stand_in
-from nbflow_kernels.array_exchange import native
 from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.exchange.array_exchange import native
 
 
 class DeviceTensor:

@@ -10,9 +10,9 @@ from foreign_arrays import Foreign, foreign, unwrapped
 
 import nbflow_kernels as nk
 from nbflow_kernels import op_registry
-from nbflow_kernels.array_exchange import exported, native
 from nbflow_kernels.cpu.interpreter.memory import bf16_to_f32, f32_to_bf16
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.exchange.array_exchange import exported, native
 from nbflow_kernels.op_case import OpCase
 from nbflow_kernels.testing import checks
 

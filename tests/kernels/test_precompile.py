@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nbflow_kernels.compilation.file_lock import FileLock
+from nbflow_kernels.compilation.jit_cache import lock_path
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.graph import CpuGraph, GraphNode, compile_meanwhile, signature_of
 from nbflow_kernels.cpu.thread_pool import ThreadPool
-from nbflow_kernels.file_lock import FileLock
-from nbflow_kernels.jit_cache import lock_path
 
 KERNEL = """
 import warnings
@@ -111,7 +111,7 @@ def test_a_lock_is_for_one_at_a_time(tmp_path):
 
 def test_the_lock_of_a_process_that_ended_is_free(tmp_path):
     path = tmp_path / "entry.lock"
-    code = "import os, pathlib; from nbflow_kernels.file_lock import FileLock\n"
+    code = "import os, pathlib; from nbflow_kernels.compilation.file_lock import FileLock\n"
     code += f"FileLock(pathlib.Path({str(path)!r})).acquire(); os._exit(0)"
     _output(_start(code, tmp_path))
     assert path.exists()
@@ -149,7 +149,7 @@ from numba.core import event
 from nbflow_kernels.attention.cpu import precompile
 from nbflow_kernels.attention.cpu.flash_attention import flash_attention
 from nbflow_kernels.cpu.graph import signature_of
-from nbflow_kernels.jit_cache import cache_root
+from nbflow_kernels.compilation.jit_cache import cache_root
 
 helper = precompile.start_helper((1, 1), (32, 32))
 print(helper and helper.pid, flush=True)

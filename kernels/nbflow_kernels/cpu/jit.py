@@ -1,6 +1,7 @@
 """Decorators that compile CPU kernels and the functions that only kernels call.
 
-A `kernel` is compiled once per machine (see `nbflow_kernels.jit_cache`) and called without the GIL.
+A `kernel` is compiled once per machine (`nbflow_kernels.compilation.jit_cache`) and called without
+the GIL.
 
 Numba puts a number into the symbol name of a compiled function, counted from 1 in each process.
 Two kernels of one factory (a product for two formats) then had equal names if one was compiled here
@@ -29,10 +30,10 @@ from numba.core import codegen, compiler, inline_closurecall
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
-from nbflow_kernels import jit_cache
+from nbflow_kernels.compilation import jit_cache
+from nbflow_kernels.compilation.numba_inlining import share_scopes
 from nbflow_kernels.cpu import interpreter, numba_compile_time
 from nbflow_kernels.cpu.fork import in_child, lock_during_fork
-from nbflow_kernels.numba_inlining import share_scopes
 
 # A fork waits for other threads' compilations: a child would wait for their lock for ever.
 lock_during_fork(global_compiler_lock.acquire, global_compiler_lock.release)

@@ -21,11 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nbflow_kernels.compilation.jit_cache import cache_root
 from nbflow_kernels.cuda import bundle
 from nbflow_kernels.cuda.bundle import BundledKernel
 from nbflow_kernels.cuda.errors import CompileError
 from nbflow_kernels.errors import MissingExtraError
-from nbflow_kernels.jit_cache import cache_root
 
 Compiled = tuple[bytes, str]
 """Code and entry name of the kernel."""

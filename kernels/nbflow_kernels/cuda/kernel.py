@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nbflow_kernels.compilation.jit_cache import is_as_imported, source_digest
 from nbflow_kernels.cuda import cache, numba_cuda, nvrtc
 from nbflow_kernels.cuda.cache import Compiled
 from nbflow_kernels.cuda.devices import Dim3, KernelDevice, Launch, device_of
 from nbflow_kernels.cuda.errors import CompileError
 from nbflow_kernels.cuda.kernel_parameters import Parameters
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.jit_cache import is_as_imported, source_digest
 
 _ROOT = Path(__file__).parent.parent
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nbflow_kernels.compilation.numba_inlining import share_scopes
 from nbflow_kernels.cuda.detect import find_nvvm, installed_version, no_nvvm
 from nbflow_kernels.cuda.errors import CompileError
 from nbflow_kernels.cuda.kernel_parameters import Parameter
 from nbflow_kernels.cuda.nvrtc import INSTALL
 from nbflow_kernels.errors import MissingExtraError
-from nbflow_kernels.numba_inlining import share_scopes
 
 _NUMBA_TYPES = {
     "i8": "int8", "u8": "uint8", "i16": "int16", "u16": "uint16", "i32": "int32",

@@ -35,8 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def environment() -> dict[str, Any]:
     """Return versions, hardware and environment variables that affect results."""
+    from nbflow_kernels.compilation.jit_cache import cache_root
     from nbflow_kernels.cuda import detect
-    from nbflow_kernels.jit_cache import cache_root
 
     found = detect()
     version = ".".join(str(n) for n in found.driver_version or ())

@@ -19,9 +19,9 @@ from numba.core import event
 from nbflow.cli.options import add_model_arguments, is_printing_rank, load_model
 from nbflow.distributed import world
 from nbflow.engine.llm import LLM
+from nbflow_kernels.compilation.jit_cache import cache_root
 from nbflow_kernels.cpu.jit import CachedKernel
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.jit_cache import cache_root
 
 N_PROMPT = 32
 """Default of --n-prompt, where the context holds it."""

@@ -16,7 +16,7 @@ import numba
 import pytest
 
 import nbflow_kernels
-from nbflow_kernels import jit_cache
+from nbflow_kernels.compilation import jit_cache
 from nbflow_kernels.cpu import jit
 
 ROOT = Path(nbflow_kernels.__path__[0])

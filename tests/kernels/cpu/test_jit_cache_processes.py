@@ -13,7 +13,7 @@ import numba
 import pytest
 from numba.core.caching import IndexDataCacheFile
 
-from nbflow_kernels.jit_cache import KernelCache, KeyedFiles
+from nbflow_kernels.compilation.jit_cache import KernelCache, KeyedFiles
 
 
 def _source_copies(folder: Path) -> list[Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba.core import inline_closurecall, ir
 
-from nbflow_kernels.numba_inlining import share_scopes
+from nbflow_kernels.compilation.numba_inlining import share_scopes
 
 
 @numba.njit(inline="always")

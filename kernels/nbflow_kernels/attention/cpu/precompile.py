@@ -2,9 +2,9 @@
 
 Attention takes 40 % of the time that an empty kernel cache costs before a model's first token.
 The helper compiles it, and the kernel that appends keys and values, into the cache on disk
-(`nbflow_kernels.jit_cache`).  Whichever process comes first to a kernel compiles it; the other one
-waits and loads it.  The helper is a new interpreter.  It ends after its two kernels, with the
-caller, or after `LONGEST_S`.
+(`nbflow_kernels.compilation.jit_cache`).  Whichever process comes first to a kernel compiles it;
+the other one waits and loads it.  The helper is a new interpreter.  It ends after its two kernels,
+with the caller, or after `LONGEST_S`.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba.cuda import libdevice
 
+from nbflow_kernels.compilation.jit_cache import source_digest
 from nbflow_kernels.cpu import simd, simd_compare, simd_memory
 from nbflow_kernels.cuda import numba_conversions as numbers
-from nbflow_kernels.jit_cache import source_digest
 from nbflow_kernels.quantizers import simd_panel
 from nbflow_kernels.quantizers.cuda import simt_lanes as own
 from nbflow_kernels.quantizers.reference import ggml_scale_fit

@@ -33,9 +33,9 @@ from typing import Any
 
 from numba.core import caching
 
-from nbflow_kernels.file_lock import FileLock
+from nbflow_kernels.compilation.file_lock import FileLock
 
-_ROOT = Path(__file__).parent
+_ROOT = Path(__file__).parents[1]
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import op_registry
-from nbflow_kernels.array_exchange import dtype_name, exported, is_array, native
 from nbflow_kernels.arrays import check_writable, is_cuda
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.exchange.array_exchange import dtype_name, exported, is_array, native
 
 _F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
 _HALF = ("float16", "bfloat16")

@@ -1,0 +1,1 @@
+"""Arrays of other libraries as arguments and results of every public op."""
