@@ -67,7 +67,7 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
             ("matmul · moe", "float products,", "experts; convolution"),
             ("linear_attention", "delta_rule · gating", "· state_space"),
             ("norm · activation", "position · embedding", "kv_cache · masks"),
-            ("sampling", "logits · penalties", "· sparse"),
+            ("sampling · logits", "penalties · sparse", "· exchange of arrays"),
         ),
     ),
     (
@@ -75,7 +75,7 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
         (
             ("quantizers", "weights to formats:", "reference, GPTQ, ..."),
             ("formats", "bytes of weights,", "CPU and MMA layout"),
-            ("cpu", "thread pool, graph,", "SIMD, jit"),
+            ("cpu", "thread pool, graph,", "SIMD · compilation"),
             ("cuda", "driver, launches,", "caches"),
             ("testing", "checks, tolerances;", "benchmarks, rooflines"),
             ("nbflow_ptx", "PTX emulator", "on the CPU"),
