@@ -123,6 +123,7 @@ IN_PLACE: dict[str, tuple[str, ...]] = {
     "apply_llama31_rope_inplace": _ROPE_INPLACE,
     "apply_llama31_rope_pos_ids_inplace": _ROPE_INPLACE,
     "apply_rope_with_cos_sin_cache_inplace": ("query", "key"),
+    "apply_attention_temperature_inplace": ("query",),
     "append_paged_kv_cache": ("paged_kv_cache",),
     "append_paged_mla_kv_cache": ("ckv_cache", "kpe_cache"),
     "merge_state_in_place": ("v", "s"),

@@ -13,7 +13,7 @@ import pytest
 from small_models import write_llama
 
 import nbflow
-from nbflow.executor import bind
+from nbflow.executor import attention_plans
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
 VOCABULARY = 211
@@ -105,8 +105,8 @@ def test_pages_that_sequences_have_in_common_are_read_once(wide, monkeypatch):
         shared.append(plan.items[:, plan.COLUMNS.index("shared")].max())
         return n_items
 
-    bind_plan_into = bind.plan_into
-    monkeypatch.setattr(bind, "plan_into", plan_into)
+    bind_plan_into = attention_plans.plan_into
+    monkeypatch.setattr(attention_plans, "plan_into", plan_into)
     with nbflow.load(wide, threads=1, kv="q8_0") as model:
         alone = [model.logits([*IDS[:130], i])[-1] for i in range(3)]
         assert not any(shared)

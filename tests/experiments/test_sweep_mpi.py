@@ -180,7 +180,7 @@ def test_a_job_is_read_as_it_was_written(
     fake: FakeEngine, sweep_file: Path, tmp_path: Path
 ) -> None:
     points = tuple(make_points(load_sweep(sweep_file, lists={"ranks": ["2"]})))
-    formats, before = (tmp_path / "f.py",), {"a": None, "b": "earlier"}
-    job = Job(tmp_path, "launch", 2, points, formats, Policy(2), before, {"a": 1})
+    plugins, before = (str(tmp_path / "f.py"),), {"a": None, "b": "earlier"}
+    job = Job(tmp_path, "launch", 2, points, plugins, Policy(2), before, {"a": 1})
     job.write(tmp_path / "job.json")
     assert Job.read(tmp_path / "job.json") == job

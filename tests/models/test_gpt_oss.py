@@ -61,7 +61,7 @@ def test_mxfp4_of_two_tensors_is_read_without_rounding():
     ("change", "message"),
     [
         ({"swiglu_alpha": 1.5}, r"swiglu_alpha = 1\.5 is not supported by family 'gpt_oss'"),
-        ({"quantization_config": {"quant_method": "quark"}}, "quant_method = 'quark'"),
+        ({"quantization_config": {"quant_method": "higgs"}}, "quant_method = 'higgs'"),
     ],
 )
 def test_other_computations_are_refused(change: dict[str, Any], message: str, tmp_path: Path):

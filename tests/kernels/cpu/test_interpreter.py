@@ -35,6 +35,8 @@ def _intrinsics() -> list[tuple[str, str]]:
     """Return module and name of every intrinsic of the package."""
     found = set()
     for module in pkgutil.walk_packages(nbflow_kernels.__path__, "nbflow_kernels."):
+        if module.name == "nbflow_kernels.torch":  # has no kernels and needs PyTorch
+            continue
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, _Intrinsic):
                 found.add((value._defn.__module__, value._name))
