@@ -141,7 +141,7 @@ def bytes_table() -> str:
 
 def engine_rows() -> list[dict[str, Any]]:
     """Return the newest committed row of each test of the engine."""
-    return latest(ENGINE, "run", "test")
+    return latest(ENGINE, "run", "test", "batch")
 
 
 def engine_excerpt() -> str:
