@@ -75,11 +75,10 @@ class ConfigRule:
     stored: str | None = None
     """Tensor that the checkpoint must have; else the rule does not apply."""
     where: str | None = None
-    """Of a list of numbers of layers, for a key with a word for each layer: the layers with this
-    word."""
+    """Word of the layers in a list of layers, for a key with a word for each layer."""
     kinds: tuple[str, ...] = ()
-    """Of layer_types, for a key that holds numbers of layers, or n for every n-th layer: the kind
-    of these layers, then the kind of the others."""
+    """Kinds of layers for layer_types, where a key holds numbers of layers, or n for every n-th
+    layer: the kind of these, then the kind of the others."""
     from_one: bool = False
     """The numbers of layers for `kinds` count from 1."""
     offset: str | None = None

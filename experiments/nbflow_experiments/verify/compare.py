@@ -50,7 +50,7 @@ class Report:
     """Result of `compare`."""
 
     checks: list[Check]
-    """Of the float64 reference, of the engine whole and in pieces, and of partitions."""
+    """Comparisons of the float64 reference, the engine whole and in pieces, and partitions."""
     first: str = ""
     """The first value that differs; empty if none does."""
     values: list[Check] = field(default_factory=list)

@@ -18,7 +18,7 @@ class Recording:
     """Recorded values of one sequence of T tokens."""
 
     source: str
-    """What computed them, for messages."""
+    """Program that computed them, for messages."""
     ids: NDArray[np.int64]
     """The tokens, (T,)."""
     logits: Floats

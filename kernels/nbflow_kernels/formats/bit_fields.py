@@ -189,7 +189,7 @@ def unpack_field(field: Field, blocks: Bytes) -> NDArray[np.uint16]:
 MOST_FIELDS = 3
 ONE_OF_2, ONE_OF_4 = 0x0000000100000001, 0x0001000100010001
 ONE_NUMBER, EIGHT_BYTES, NEIGHBOURS = range(3)
-"""What a step of a plane reads: a number; 8 codes in 8 bytes; 8 codes in 1, 2 or 4 bytes."""
+"""Numbers that a step of a plane reads: one; 8 codes in 8 bytes; 8 codes in 1, 2 or 4 bytes."""
 
 
 class Unpacking(NamedTuple):
