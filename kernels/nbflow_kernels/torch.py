@@ -400,7 +400,7 @@ def replace_linears(
     Raises
     ------
     UsageError
-        If there is no layer to replace, or weights do not fit the format; the layer is named.
+        If the model has no linear layer, or a layer's weights do not fit the format.
     """
     made: dict[nn.Module, QuantLinear] = {}
     names = []

@@ -417,7 +417,7 @@ class BlockTable:
 
     def _partial_match(self, chain: HashChain, n_full: int, n_tokens: int) -> tuple[int, int]:
         """Return the cached page with the longest match after `n_full` pages, and its length."""
-        if self.states is not None:  # there is no state within a page
+        if self.states is not None:  # states are kept at page borders only
             return -1, 0
         begin = n_full * self.page_size
         wanted = chain.ids[begin : min(begin + self.page_size, n_tokens - 1)]

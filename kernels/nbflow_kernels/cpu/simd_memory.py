@@ -238,7 +238,7 @@ def prefetch(typing_context, addr):
 
 @intrinsic(prefer_literal=True)
 def prefetch_lines(typing_context, addr, n):
-    """Prefetch `n` cache lines from an address on; `n` is a constant, so there is no loop."""
+    """Prefetch `n` cache lines from an address on; `n` must be a constant: the code is unrolled."""
     if not isinstance(n, types.IntegerLiteral):
         raise errors.TypingError("simd_memory.prefetch_lines: n must be a constant")
     count = n.literal_value
