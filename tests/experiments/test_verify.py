@@ -17,6 +17,7 @@ from nbflow.executor.weight_loader import WeightLoader
 from nbflow.program import build
 from nbflow.spec import resolve
 from nbflow.spec.family import families
+from nbflow_experiments.verify.compare import Check, Report
 from nbflow_experiments.verify.recording import read_recording
 from nbflow_experiments.verify.shrink import shrink
 from nbflow_kernels.errors import UsageError
@@ -117,6 +118,12 @@ def test_mistakes_are_named(
         main(["verify", str(GOLDEN / "qwen3"), *words])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_could_not_run_does_not_agree() -> None:
+    skipped, same = Check("partition 0&1", float("nan")), Check("whole", 0.0)
+    assert not Report([skipped]).agrees
+    assert Report([same, skipped]).agrees
 
 
 def test_a_large_configuration_becomes_small() -> None:
