@@ -8,7 +8,7 @@ from typing import Any
 
 from published_rows import latest
 
-ROWS = Path(__file__).resolve().parents[2] / "results/server/intel-xeon-2-cores/rows.jsonl"
+ROWS = Path(__file__).resolve().parents[2] / "results/server/amd-epyc-zen4-2-cores/rows.jsonl"
 MODELS = {
     "tiny_python-q4_0": "bundled, 3.7M",
     "15m-q4_0": "15M",
