@@ -102,7 +102,7 @@ class LoadOptions(OffloadConfig):
     )  # fmt: skip
     quantizer: str = option(
         "auto",
-        "quantizer: auto, search, unbiased, reference, gptq, hqq, outliers, awq, hadamard+gptq, ...",
+        "quantizer: auto, search, unbiased, reference, gptq, hqq, outliers, awq, hadamard+gptq",
         metavar="E",
         more="awq and hadamard are function-preserving transforms before quantization; + combines "
         "names.  auto is unbiased at 3 bits per weight and below in models that predict the next "

@@ -135,7 +135,8 @@ def prepare(
     act_order, damping
         Of GPTQ; see `nbflow_kernels.quantizers.quantize_calibrated`.
     outliers : float
-        Share of the weights stored exactly, for "auto", "search", "unbiased" and "reference" (may be 0) and "outliers".
+        Share of the weights stored exactly, for "auto", "search", "unbiased" and "reference" (may
+        be 0) and "outliers".
     seed : int
         Seed of random rotations.
 

@@ -75,8 +75,9 @@ def quantize(
     importance : array of float32, float16 or float64, shape (K,) or that of `x`, optional
         Weights of the squared errors per column or per weight, finite, >= 0: usually the mean
         squares of the activations multiplied with each column (an "importance matrix").  "search"
-        minimizes the weighted error, "unbiased" weighs both products.  "reference" is GGML's quantizer with importance, which also
-        favours larger weights; for ``q8_0`` it ignores importance.  Float formats ignore it.
+        minimizes the weighted error, "unbiased" weighs both products.  "reference" is GGML's
+        quantizer with importance, which also favours larger weights; for ``q8_0`` it ignores
+        importance.  Float formats ignore it.
     outliers : float
         Share of the weights, 0..0.05, stored exactly because they widen the range of their block:
         Inferflow's ``delta_tensor_ratio`` (`nbflow_kernels.quantizers.outliers` has the rule).

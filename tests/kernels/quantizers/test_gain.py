@@ -45,9 +45,7 @@ def test_gain_of_each_block_is_one(name):
 @pytest.mark.parametrize("name", ["iq1_m", "iq2_xxs", "q2_k", "q3h_b64t1", "q4_0"])
 def test_gain_is_weighed_by_importance(name):
     importance = np.random.default_rng(1).exponential(size=512).astype(np.float32)
-    np.testing.assert_allclose(
-        _block_gains(_weights(), name, importance), 1, atol=GAIN_TOLERANCE
-    )
+    np.testing.assert_allclose(_block_gains(_weights(), name, importance), 1, atol=GAIN_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q2_b32t1a"])
