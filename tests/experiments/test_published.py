@@ -22,7 +22,6 @@ ROOT = Path(__file__).parents[2]
 NAMES = (
     *("quantization", "throughput", "partitions", "batching", "shared_prefix", "cascade"),
     "speculation",
-    "gain",
 )
 
 
