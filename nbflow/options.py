@@ -101,10 +101,12 @@ class LoadOptions(OffloadConfig):
         "table of its keys.",
     )  # fmt: skip
     quantizer: str = option(
-        "search", "quantizer, e.g. search, reference, gptq, hqq, outliers, awq, hadamard+gptq",
+        "auto",
+        "quantizer: auto, search, unbiased, reference, gptq, hqq, outliers, awq, hadamard+gptq",
         metavar="E",
         more="awq and hadamard are function-preserving transforms before quantization; + combines "
-        "names.  Only with `weights`.  See docs/quantization.md.",
+        "names.  auto is unbiased at 3 bits per weight and below in models that predict the next "
+        "token, otherwise search.  Only with `weights`.  See docs/quantization.md.",
     )  # fmt: skip
     importance: str | Path | object | None = option(
         None, "importance matrix of nbflow imatrix or llama.cpp", metavar="FILE", file=True,

@@ -238,7 +238,7 @@ def time_decode(
 
 
 def weight_pairs(
-    model: str, weights: str, outliers: float = 0.0, quantizer: str = "search", importance: str = ""
+    model: str, weights: str, outliers: float = 0.0, quantizer: str = "auto", importance: str = ""
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:
     """Yield canonical name, exact float32 values, dequantized values and stored bytes.
 

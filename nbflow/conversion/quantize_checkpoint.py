@@ -62,7 +62,7 @@ def quantize_checkpoint(
     *,
     rules: Iterable[str] = (),
     spec: str | os.PathLike[str] | None = None,
-    quantizer: str = "search",
+    quantizer: str = "auto",
     importance: str | os.PathLike[str] | Importance | None = None,
     act_order: bool = False,
     damping: float = DAMPING,

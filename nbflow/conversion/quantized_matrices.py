@@ -24,7 +24,7 @@ def quantized_matrices(
     model: str | Path,
     weights: Weights,
     *,
-    quantizer: str = "search",
+    quantizer: str = "auto",
     importance: str | Path | dict[str, NDArray[Any]] | None = None,
     outliers: float = 0.0,
 ) -> Iterator[tuple[str, NDArray[np.float32], nk.QuantTensor]]:

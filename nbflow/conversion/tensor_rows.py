@@ -14,7 +14,7 @@ from nbflow.checkpoint import WeightFile
 from nbflow.checkpoint.dtypes import ITEM_BYTES
 from nbflow.program.read_operand import read_operand, read_quantized_operand
 from nbflow.program.records import Operand
-from nbflow.quantization.quantizer_options import BEST, QuantizerOptions
+from nbflow.quantization.quantizer_options import DEFAULT, QuantizerOptions
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
@@ -162,7 +162,7 @@ def row_chunks(
     rows: Rows,
     format: str,
     where: str,
-    options: QuantizerOptions = BEST,
+    options: QuantizerOptions = DEFAULT,
     importance: Statistics = None,
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a tensor in a format, in chunks of rows.
@@ -198,7 +198,7 @@ def quantized_chunks(
     rows: Rows,
     format: str,
     where: str,
-    options: QuantizerOptions = BEST,
+    options: QuantizerOptions = DEFAULT,
     importance: Statistics = None,
 ) -> Iterator[bytes]:
     """Yield the bytes of rows quantized to a format; see `row_chunks`."""

@@ -39,7 +39,7 @@ from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
 from nbflow.planner.machine import Machine
 from nbflow.quantization.policy import WeightFormats, Weights, weight_formats
-from nbflow.quantization.prepare import Prepared, no_format, prepare
+from nbflow.quantization.prepare import Prepared, no_format, prepare, quantizer_of
 from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.spec import check, load_tokenizer, resolve
 from nbflow.spec.model_spec import ModelSpec
@@ -214,7 +214,8 @@ def _prepare(
     """Return spec and quantizer options; only non-default options read weights."""
     names = ("quantizer", "importance", "act_order", "damping")
     if all(getattr(given, name) == getattr(LoadOptions, name) for name in names):
-        return Prepared(spec, QuantizerOptions(outliers=given.outliers))
+        quantizer = quantizer_of(spec, given.quantizer)
+        return Prepared(spec, QuantizerOptions(quantizer, outliers=given.outliers))
     if formats is None:
         raise no_format(given.quantizer)
     with open_weights(resolved.path) as file:

@@ -304,7 +304,7 @@ class WeightLoader:
             return self._stored_floats(operands)
         format, spec = self._target_format(operands[0]), self._program.spec
         in_blocks = format is not None and nk.FORMATS[format].block_size > 1
-        if in_blocks and not self._encoding.is_default:
+        if in_blocks:
             return nk.QuantTensor.concatenate([self._quantized(p, str(format)) for p in operands])
         arrays = [self._read(p) for p in operands]
         stored = {self._file.dtype(spec.checkpoint_name(p.name)) for p in operands}
@@ -337,7 +337,7 @@ class WeightLoader:
         return (
             target is not None
             and nk.FORMATS[target].block_size > 1
-            and self._encoding.is_default
+            and self._encoding.needs_only_rows
             and {file.dtype(spec.checkpoint_name(p.name)) for p in operands} <= FLOATS
             and all(has_whole_rows(spec, file, p) for p in operands)
         )
@@ -417,7 +417,7 @@ class WeightLoader:
 
     def _quantized_rows(self, operand: Operand, format: Any, out: np.ndarray) -> None:
         """Read rows and quantize them."""
-        out[...] = nk.quantize(self._read(operand), format).data
+        out[...] = self._encoding.quantize(self._read(operand), format.name).data
 
     def _stored_blocks(self, operands: Sequence[Operand]) -> nk.QuantTensor:
         """Concatenate tensors of one block format as they are stored."""

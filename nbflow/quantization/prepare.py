@@ -1,7 +1,7 @@
 """Preparation of quantization: weight transforms and quantizer options from a quantizer's name.
 
 A name is parts joined by ``+``: transforms, in order, and the quantizer of the matrices, by
-default ``search``: ``gptq``, ``awq``, ``hadamard+gptq``, ``hadamard+awq``.
+default ``auto``: ``gptq``, ``awq``, ``hadamard+gptq``, ``hadamard+awq``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from numpy.typing import NDArray
 from nbflow.checkpoint import WeightFile
 from nbflow.quantization.importance import first_names
 from nbflow.quantization.policy import is_matrix
-from nbflow.quantization.quantizer_options import GPTQ_NEEDS, Importance, QuantizerOptions
+from nbflow.quantization.quantizer_options import (
+    AUTO,
+    GPTQ_NEEDS,
+    Importance,
+    QuantizerOptions,
+)
 from nbflow.quantization.transforms.awq import FormatOf, scale_columns
 from nbflow.quantization.transforms.hadamard import rotate, rotated_spec
 from nbflow.quantization.transforms.transform import WeightTransform
@@ -26,6 +31,7 @@ from nbflow_kernels.quantizers import DAMPING, QUANTIZER_NAMES
 
 TRANSFORMS = ("awq", "hadamard")
 """Parts of a name that are transforms of the model."""
+NAMES = (AUTO, *QUANTIZER_NAMES)
 
 
 def parse_quantizer(name: str) -> tuple[tuple[str, ...], str]:
@@ -36,12 +42,12 @@ def parse_quantizer(name: str) -> tuple[tuple[str, ...], str]:
     >>> parse_quantizer("hadamard+gptq")
     (('hadamard',), 'gptq')
     >>> parse_quantizer("awq")
-    (('awq',), 'search')
+    (('awq',), 'auto')
     """
     parts = name.split("+")
     for part in parts:
-        if part not in (*TRANSFORMS, *QUANTIZER_NAMES):
-            raise unknown_name("quantizer", part, (*TRANSFORMS, *QUANTIZER_NAMES))
+        if part not in (*TRANSFORMS, *NAMES):
+            raise unknown_name("quantizer", part, (*TRANSFORMS, *NAMES))
     transforms = tuple(part for part in parts if part in TRANSFORMS)
     rest = parts[len(transforms) :]
     if (
@@ -51,9 +57,18 @@ def parse_quantizer(name: str) -> tuple[tuple[str, ...], str]:
     ):
         raise UsageError(
             f"a quantizer is any of {', '.join(TRANSFORMS)}, each once, and then one of "
-            f"{', '.join(QUANTIZER_NAMES)}, joined by +, e.g. 'awq+gptq'; got {name!r}"
+            f"{', '.join(NAMES)}, joined by +, e.g. 'awq+gptq'; got {name!r}"
         )
-    return transforms, rest[0] if rest else "search"
+    return transforms, rest[0] if rest else AUTO
+
+
+def quantizer_of(spec: ModelSpec, name: str) -> str:
+    """Return the quantizer of a model's matrices: "search" for "auto" unless it predicts tokens.
+
+    The gain of a block matters to the next token's distribution; embeddings of an encoder drift
+    less with the least squared error (docs/quantization.md).
+    """
+    return "search" if name == AUTO and not spec.causal else name
 
 
 @dataclass(frozen=True)
@@ -95,7 +110,7 @@ def prepare(
     spec: ModelSpec,
     file: WeightFile,
     format_of: FormatOf,
-    quantizer: str = "search",
+    quantizer: str = AUTO,
     importance: Importance | None = None,
     *,
     act_order: bool = False,
@@ -120,7 +135,8 @@ def prepare(
     act_order, damping
         Of GPTQ; see `nbflow_kernels.quantizers.quantize_calibrated`.
     outliers : float
-        Share of the weights stored exactly, for "search" and "reference" (may be 0) and "outliers".
+        Share of the weights stored exactly, for "auto", "search", "unbiased" and "reference" (may
+        be 0) and "outliers".
     seed : int
         Seed of random rotations.
 
@@ -130,12 +146,13 @@ def prepare(
         If the quantizer is unknown, lacks statistics, or cannot transform the model.
     """
     transforms, last = parse_quantizer(quantizer)
+    last = quantizer_of(spec, last)
     known = our_statistics(spec, importance or {})
     if last == "gptq" and not any(a.ndim == 2 for a in known.values()):
         raise UsageError(GPTQ_NEEDS)
     if last in ("gptq", "hqq") and outliers:
         raise UsageError(
-            f"outliers go with quantizers search, reference and outliers, "
+            f"outliers go with quantizers auto, search, unbiased, reference and outliers, "
             f"got quantizer {quantizer!r}"
         )
     if last == "outliers" and not outliers:

@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 
 import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quantizers import DAMPING, quantize_calibrated
+from nbflow_kernels.quantizers import DAMPING, default_quantizer, quantize_calibrated
 from nbflow_kernels.quantizers.gptq import Hessian
 
 Importance = Mapping[str, NDArray[Any]]
 Range = tuple[float, float]
+AUTO = "auto"
+"""The quantizer `nbflow_kernels.quantizers.default_quantizer` of each matrix's format."""
 GPTQ_NEEDS = (
     "quantizer 'gptq' needs second moments of the inputs: nbflow imatrix MODEL --full -o "
     "FILE.safetensors, then --importance FILE.safetensors"
@@ -33,8 +35,8 @@ class QuantizerOptions:
     QuantTensor(q3h_b64t1, shape=(4, 64), nbytes=128)
     """
 
-    quantizer: str = "search"
-    """One of `nbflow_kernels.quantizers.QUANTIZER_NAMES`."""
+    quantizer: str = AUTO
+    """`AUTO`, or one of `nbflow_kernels.quantizers.QUANTIZER_NAMES`."""
     importance: Importance = field(default_factory=dict)
     """Our name of a matrix -> mean squares (K,) or second moments (K, K) of its inputs."""
     act_order: bool = False
@@ -47,9 +49,9 @@ class QuantizerOptions:
     )
 
     @property
-    def is_default(self) -> bool:
-        """Return True for the defaults of `nbflow_kernels.quantize`."""
-        return self.quantizer == "search" and not self.importance and not self.outliers
+    def needs_only_rows(self) -> bool:
+        """Return True if a row's bytes depend on its weights alone."""
+        return not (self.needs_whole_rows or self.importance or self.outliers)
 
     @property
     def needs_range(self) -> bool:
@@ -106,10 +108,13 @@ class QuantizerOptions:
         """
         if nk.FORMATS[format].block_size == 1:
             return nk.quantize(rows, format)
-        if self.quantizer in nk.quantizers.FORMAT_QUANTIZER_NAMES:
+        quantizer = self.quantizer
+        if quantizer == AUTO:
+            quantizer = default_quantizer(nk.FORMATS[format])
+        if quantizer in nk.quantizers.FORMAT_QUANTIZER_NAMES:
             squares = known if known is None or known.ndim == 1 else known.diagonal()
             return nk.quantize(
-                rows, format, quantizer=self.quantizer, importance=squares, outliers=self.outliers,
+                rows, format, quantizer=quantizer, importance=squares, outliers=self.outliers,
                 outlier_range=outlier_range,
             )  # fmt: skip
         statistics: NDArray[Any] | Hessian | None = known
@@ -133,5 +138,4 @@ class QuantizerOptions:
         return self._last[0][1]
 
 
-BEST = QuantizerOptions()
-"""The defaults of `nbflow_kernels.quantize`."""
+DEFAULT = QuantizerOptions()

@@ -31,18 +31,19 @@ from nbflow_kernels.quantizers.outliers import (
     sample_rows,
     soft_range,
 )
-from nbflow_kernels.quantizers.registry import quantize_rows
+from nbflow_kernels.quantizers.registry import default_quantizer, quantize_rows
 
 __all__ = [
     "DAMPING",
     "FORMAT_QUANTIZER_NAMES",
     "QUANTIZER_NAMES",
+    "default_quantizer",
     "quantize",
     "quantize_calibrated",
 ]
 
-FORMAT_QUANTIZER_NAMES = ("search", "reference")
-QUANTIZER_NAMES = ("search", "reference", "gptq", "hqq", "outliers")
+FORMAT_QUANTIZER_NAMES = ("search", "unbiased", "reference")
+QUANTIZER_NAMES = ("search", "unbiased", "reference", "gptq", "hqq", "outliers")
 CHUNK = 1 << 22  # weights per pass: bounds the float64 arrays to about 150 MB
 
 
@@ -65,15 +66,18 @@ def quantize(
         some formats exists (`docs/ops.md`).
     format : str or QuantFormat
         A format, or its name in `FORMATS`.
-    quantizer : {"search", "reference"}
+    quantizer : {"search", "unbiased", "reference"}
         "reference" is the published quantizer, bit for bit.  "search" searches for the parameters
         of each block with the least error, at most that of "reference"; the decoder is the same.
-        Float formats round to nearest with both.
+        "unbiased" multiplies the scales of "search" so that <Q(x), x> = <x, x> in each block
+        (`nbflow_kernels.quantizers.gain`): less divergence of a model at 3 bits and below; formats
+        without float16 scales keep "search".  Float formats round to nearest with all.
     importance : array of float32, float16 or float64, shape (K,) or that of `x`, optional
         Weights of the squared errors per column or per weight, finite, >= 0: usually the mean
         squares of the activations multiplied with each column (an "importance matrix").  "search"
-        minimizes the weighted error.  "reference" is GGML's quantizer with importance, which also
-        favours larger weights; for ``q8_0`` it ignores importance.  Float formats ignore it.
+        minimizes the weighted error, "unbiased" weighs both products.  "reference" is GGML's
+        quantizer with importance, which also favours larger weights; for ``q8_0`` it ignores
+        importance.  Float formats ignore it.
     outliers : float
         Share of the weights, 0..0.05, stored exactly because they widen the range of their block:
         Inferflow's ``delta_tensor_ratio`` (`nbflow_kernels.quantizers.outliers` has the rule).
@@ -195,8 +199,8 @@ def quantize_calibrated(
     format : str or QuantFormat
         The format, or its name.  GPTQ and HQQ take formats with equidistant codes: those of
         Inferflow, q4_0, q4_1, q5_0, q5_1, q8_0 and the K-quants.
-    quantizer : {"search", "reference", "gptq", "hqq", "outliers"}
-        See `nbflow_kernels.quantize` for the first two, and `nbflow_kernels.quantizers.gptq`,
+    quantizer : {"search", "unbiased", "reference", "gptq", "hqq", "outliers"}
+        See `nbflow_kernels.quantize` for the first three, and `nbflow_kernels.quantizers.gptq`,
         `quantizers.hqq` and `quantizers.outliers` for the others.
     statistics : array, shape (K,) or (K, K), or Hessian, optional
         Mean squares of the inputs, or second moments, which GPTQ requires.  "search",
@@ -246,7 +250,7 @@ def quantize_calibrated(
     K = array.shape[-1]
     found = checked_statistics(statistics, K, damping)
     _check_outliers(chosen, quantizer, outliers)
-    if quantizer in ("search", "reference"):
+    if quantizer in FORMAT_QUANTIZER_NAMES:
         squares = mean_squares(found)
         importance = None if squares is None else squares.astype(np.float32)
         return quantize(array, chosen, quantizer=quantizer, importance=importance)

@@ -34,7 +34,7 @@ from nbflow.program.read_operand import read_operand
 from nbflow.program.records import Operand
 from nbflow.quantization.policy import WeightFormats, is_quantized, write_policy
 from nbflow.quantization.prepare import parse_quantizer, prepare
-from nbflow.quantization.quantizer_options import QuantizerOptions
+from nbflow.quantization.quantizer_options import AUTO, QuantizerOptions
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
@@ -93,7 +93,7 @@ def allocate(
     bits_per_weight: float | Sequence[float],
     candidates: Sequence[str],
     *,
-    quantizer: str = "search",
+    quantizer: str = "auto",
     importance: str | Path | dict[str, NDArray[Any]] | None = None,
     act_order: bool = False,
     damping: float = DAMPING,
@@ -152,6 +152,7 @@ def allocate(
     if not budgets or any(not 0 < float(bits) <= 64 for bits in budgets):
         raise UsageError(f"bits_per_weight must lie in 0..64, got {bits_per_weight}")
     transforms, last = parse_quantizer(quantizer)
+    last = "search" if last == AUTO else last  # the loss is modelled by squared errors
     options: dict[str, Any] = {
         "quantizer": "+".join([*(t for t in transforms if t != "awq"), last]),
         "importance": importance, "act_order": act_order, "damping": damping,
