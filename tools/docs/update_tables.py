@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT / "tools" / name) for name in ("docs", "measure")]  # f
 from device_budgets import budgets  # noqa: E402
 from experiment_tables import TABLES as EXPERIMENTS  # noqa: E402
 from gemv_table import gemv  # noqa: E402
+from kv_rotation_table import kv_rotation  # noqa: E402
 from launch_table import launches  # noqa: E402
 from memory_tables import TABLES as MEMORY  # noqa: E402
 from published_rows import latest  # noqa: E402
@@ -273,6 +274,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/tolerances.md": {"tolerances": tolerances_table},
     "docs/experiments.md": EXPERIMENTS,
+    "docs/kvcache.md": {"kv_rotation": kv_rotation},
 }
 """File -> its markers and their generated content."""
 
