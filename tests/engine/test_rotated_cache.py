@@ -1,4 +1,4 @@
-"""Hadamard-rotated KV caches: the same model in exact arithmetic, smaller errors in block formats."""
+"""Hadamard-rotated KV caches: equal in exact arithmetic, smaller errors in block formats."""
 
 from __future__ import annotations
 
