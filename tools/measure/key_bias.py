@@ -5,8 +5,9 @@
 
 Two of 64 channels of N(0, 1) keys are large in one of two ways: multiplied by a factor (a channel
 with outliers) or shifted by the factor less one (a bias, which adds the same to all scores of a
-query and so changes no exact result).  A row is the relative root mean square error of the output of 256 queries over 512 keys, queries
-scaled so that scores have a variance of 4.  The errors are the same on every machine.
+query and so changes no exact result).  A row is the relative root mean square error of the output
+of 256 queries over 512 keys, queries scaled so that scores have a variance of 4.  The errors are
+the same on every machine.
 """
 
 from __future__ import annotations

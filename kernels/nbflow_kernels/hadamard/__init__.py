@@ -26,7 +26,7 @@ def hadamard_transform(
 ) -> Any:
     r"""Rotate each block of columns by the Hadamard matrix.
 
-    .. math:: y_{t, b n + i} = \frac{1}{\sqrt{n}} \sum_{j=0}^{n-1} (-1)^{|i \wedge j|} x_{t, b n + j}
+    .. math:: y_{t,bn+i} = \frac{1}{\sqrt{n}} \sum_{j=0}^{n-1} (-1)^{|i \wedge j|} x_{t,bn+j}
 
     with n the size of a block and :math:`|i \wedge j|` the number of bits that both indices have:
     Sylvester's order.  The matrix is orthogonal and symmetric, so the transform is its own inverse
