@@ -87,9 +87,9 @@ from nbflow.spec.model_spec import ModelSpec
 Kind = Literal[
     "embedding", "norm", "sum_squares", "linear", "rope", "hadamard", "temperature",
     "copy_heads", "heads_linear", "append_kv", "append_index", "select_keys", "sparse_attention",
-    "attention", "cross_attention", "input", "activation", "gate", "conv", "sigmoid", "log_decay", "delta_rule",
-    "lightning", "mamba1", "mamba2", "gated_norm", "experts", "plugin", "scale_rows", "add",
-    "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
+    "attention", "cross_attention", "input", "activation", "gate", "conv", "sigmoid", "log_decay",
+    "delta_rule", "lightning", "mamba1", "mamba2", "gated_norm", "experts", "plugin", "scale_rows",
+    "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
 ]  # fmt: skip
 _MAX_SHOWN = 4
 COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})

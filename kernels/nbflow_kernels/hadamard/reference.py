@@ -20,4 +20,5 @@ def hadamard_transform(x: Any, block: int) -> NDArray[np.float64]:
     """See `nbflow_kernels.hadamard_transform`."""
     rows = np.asarray(x, np.float64)
     blocks = rows.reshape(len(rows), rows.shape[1] // block, block)
-    return (blocks @ hadamard_matrix(block) / np.sqrt(block)).reshape(rows.shape)
+    rotated: NDArray[np.float64] = blocks @ hadamard_matrix(block) / np.sqrt(block)
+    return rotated.reshape(rows.shape)
