@@ -132,6 +132,13 @@ class LoadOptions(OffloadConfig):
         "f16", "KV cache format: f16, q8_0, ...; or of keys and values apart: q8_0/q4_0",
         metavar="FMT[/FMT]",
     )  # fmt: skip
+    kv_rotation: Literal["none", "hadamard"] = option(
+        "none", "rotation of keys and values before a block format of the cache: none or hadamard",
+        metavar="R",
+        more="hadamard multiplies blocks of each head by a Hadamard matrix, which spreads outlier "
+        "channels; queries and outputs of attention are rotated to match.  Formats of floats in "
+        "`kv` are not rotated.  See docs/kvcache.md.",
+    )  # fmt: skip
     partition: str = option(
         "0",
         "pipeline '0;1', tensor parallel '0&1', hybrid '0&1;2&3', uneven '0:3;1', replicas '0/1'; "

@@ -165,7 +165,8 @@ def partition_ranks(partition: str) -> tuple[int, ...]:
 def choices() -> dict[str, tuple[str, ...]]:
     """Return the accepted values of enumerated settings."""
     known = fields(LoadOptions)
-    return {name: known[name].choices for name in ("activations", "all_reduce", "optimize")}
+    names = ("kv_rotation", "activations", "all_reduce", "optimize")
+    return {name: known[name].choices for name in names}
 
 
 def check_machine(name: str) -> None:

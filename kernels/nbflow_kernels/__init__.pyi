@@ -16,6 +16,7 @@ from nbflow_kernels.formats import dequantize as dequantize
 from nbflow_kernels.formats.user import register_format as register_format
 from nbflow_kernels.formats.user import unregister_format as unregister_format
 from nbflow_kernels.gating import *
+from nbflow_kernels.hadamard import *
 from nbflow_kernels.kv_cache import *
 from nbflow_kernels.linear_attention import *
 from nbflow_kernels.logits import *

@@ -57,6 +57,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "convolution": ("causal_conv1d",),
     "delta_rule": ("gated_delta_rule",),
     "gating": ("gated_product", "log_decay"),
+    "hadamard": ("hadamard_transform",),
     "state_space": ("mamba1_scan", "mamba2_scan"),
     "linear_attention": ("lightning_attention",),
     "masks": ("convert_bsr_mask_layout", "packbits", "segment_packbits"),

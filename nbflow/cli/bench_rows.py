@@ -76,6 +76,7 @@ def make_row(
         "weights": weights or "as stored",
         "activations": arguments.activations,
         "kv": arguments.kv,
+        "kv_rotation": arguments.kv_rotation,
         "partition": model.plan.partition,
         "all_reduce": arguments.all_reduce,
         "all_reduce_error": model.all_reduce_error(),

@@ -35,6 +35,7 @@ from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.worker import Worker
 from nbflow.executor.device_memory import DeviceMemory
 from nbflow.executor.trace import TracePrinter
+from nbflow.kv_cache.rotation import with_rotation
 from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
 from nbflow.planner.machine import Machine
@@ -47,7 +48,6 @@ from nbflow.spec.resolve import ResolvedModel
 from nbflow.tokenization import Tokenizer, load_tokenizer_file
 from nbflow.utils.rank_status import status
 from nbflow_kernels.errors import MissingExtraError, UsageError
-from nbflow_kernels.kv_cache.formats import kv_formats
 from nbflow_kernels.plugins import load_plugins, loaded_plugins
 from nbflow_kernels.quantizers.outliers import check_ratio
 
@@ -104,7 +104,7 @@ def load(
     check_outliers(given.outliers, formats)
     prepared = _prepare(resolved, the_spec, formats, given)
     stored_spec, the_spec = the_spec, prepared.spec
-    kv_formats(given.kv)  # raises for an unknown name
+    the_spec = with_rotation(the_spec, given.kv_rotation, given.kv)
     status.progress("MPI")
     comm = comm or world()
     _check_plugins(comm)

@@ -285,6 +285,16 @@ class Binder:
             self.executor.rope_table(rope), rope.style == "half",
         )  # fmt: skip
 
+    def _hadamard(self, op: Op, index: int) -> BoundOp:
+        rotate, block = self._kernels("hadamard").hadamard_transform, op.attrs["block"]
+        arrays = [self.view(name) for name in op.inputs]
+
+        def launch() -> None:
+            for array in arrays:
+                rotate(array, block, array)
+
+        return self._captured(op, launch)
+
     def _temperature(self, op: Op, index: int) -> BoundOp:
         scale_queries = self._kernels("position").apply_attention_temperature_inplace
         numbers = (op.attrs[name] for name in ("scale", "floor", "offset"))

@@ -24,6 +24,7 @@ from nbflow_kernels.convolution import reference as convolution
 from nbflow_kernels.delta_rule import reference as delta_rule
 from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.gating import reference as gating
+from nbflow_kernels.hadamard import reference as hadamard
 from nbflow_kernels.linear_attention import reference as linear_attention
 from nbflow_kernels.logits import reference as logits
 from nbflow_kernels.moe import reference as moe
@@ -208,6 +209,10 @@ class ReferenceExecutor:
         )
         for name, x, rotated in zip(op.inputs, heads, (q, k), strict=True):
             values[name] = np.concatenate([x[..., :first], rotated], axis=2).reshape(len(ids), -1)
+
+    def _hadamard(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
+        for name in op.inputs:
+            values[name] = hadamard.hadamard_transform(values[name], op.attrs["block"])
 
     def _temperature(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
         queries = self._heads(values[op.out]).copy()

@@ -17,7 +17,7 @@ from nbflow.program.recurrent import (
     short_conv,
 )
 from nbflow.program.recurrent import widths as recurrent_widths
-from nbflow.spec.architecture import LatentSpec
+from nbflow.spec.architecture import CacheSide, LatentSpec
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.tensor_names import EXPERT_BIASES, XIELU
 
@@ -191,6 +191,7 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
         norms = []
     turn = [Op("rope", "q", ("q", "k"), layer=i, attrs={"rope": rope})] if rope.dim else []
     ops += [*turn, *norms] if spec.qk_norm_after_rope else [*norms, *turn]
+    ops += [*_rotation(spec, i, "keys", "q", "k"), *_rotation(spec, i, "values", "v")]
     table = (Operand("position_bias.weight"),) if spec.position == "relative" else ()
     sinks = (Operand(f"layers.{i}.attn.sinks.weight"),) if spec.attention_sinks else ()
     return [
@@ -198,10 +199,19 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
         Op("append_kv", "kv", ("k", "v"), layer=i),
         *_temperature(spec, i, "q"),
         Op("attention", "a", ("q",), table, sinks, i, _mask(spec, i)),
+        *_rotation(spec, i, "values", "a"),  # back: the transform is its own inverse
         *gate,
         linear(spec, i, "attn.o", "a", "o"),
         add(spec, "x", "o", i, spec.attn_output_scale),
     ]
+
+
+def _rotation(spec: ModelSpec, i: int, side: CacheSide, *buffers: str) -> list[Op]:
+    """Return the rotation of buffers for a side of the cache, if it holds rotated vectors."""
+    if side not in spec.rotated_cache:
+        return []
+    attrs = {"block": spec.rotation_block(side)}
+    return [Op("hadamard", buffers[0], buffers, layer=i, attrs=attrs)]
 
 
 def _mask(spec: ModelSpec, i: int) -> dict[str, Any]:

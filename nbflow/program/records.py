@@ -20,6 +20,7 @@ linear        out = input @ W.T + bias, W the concatenated rows of all `weights`
               with attr ``accumulate``: out += ...; ``normalize_rows``: W's rows scaled to length 1
 rope          rotate the inputs (q, k) in place, attr ``rope``; attrs ``first``: first column of
               each head that is rotated, ``head``: columns of a head, if not those of keys
+hadamard      rotate blocks of columns of the inputs in place; attr ``block``: columns of a block
 temperature   queries of out *= 1 + scale * ln(1 + (position + offset) // floor);
               attrs ``scale``, ``floor``, ``offset``
 copy_heads    last columns of each head of out = those of the input, attrs ``columns`` (number of
@@ -84,11 +85,11 @@ from typing import Any, Literal
 from nbflow.spec.model_spec import ModelSpec
 
 Kind = Literal[
-    "embedding", "norm", "sum_squares", "linear", "rope", "temperature", "copy_heads",
-    "heads_linear", "append_kv", "append_index", "select_keys", "sparse_attention", "attention",
-    "cross_attention", "input", "activation", "gate", "conv", "sigmoid", "log_decay", "delta_rule",
-    "lightning", "mamba1", "mamba2", "gated_norm", "experts", "plugin", "scale_rows", "add",
-    "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
+    "embedding", "norm", "sum_squares", "linear", "rope", "hadamard", "temperature",
+    "copy_heads", "heads_linear", "append_kv", "append_index", "select_keys", "sparse_attention",
+    "attention", "cross_attention", "input", "activation", "gate", "conv", "sigmoid", "log_decay",
+    "delta_rule", "lightning", "mamba1", "mamba2", "gated_norm", "experts", "plugin", "scale_rows",
+    "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
 ]  # fmt: skip
 _MAX_SHOWN = 4
 COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})

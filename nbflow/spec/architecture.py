@@ -126,6 +126,7 @@ Mixer = Literal[
     "attention", "short_conv", "gated_delta_rule", "mamba1", "mamba2", "lightning_attention", "none"
 ]  # fmt: skip
 """Sublayer that mixes the tokens of a sequence."""
+CacheSide = Literal["keys", "values"]
 NormPlace = Literal["pre", "post", "sandwich", "output", "stream"]
 
 
@@ -303,6 +304,8 @@ class Architecture:
     swiglu_limit: float = 7.0
     attention: str | None = None
     """Name of the attention variant of a plugin."""
+    rotated_cache: frozenset[CacheSide] = frozenset()
+    """Sides of the KV cache that hold rotated vectors (`nbflow.kv_cache.rotation`)."""
     output_gate: bool = False
     temperature: TemperatureSpec | None = None
     """Factor of the queries by position."""
@@ -375,6 +378,14 @@ class Architecture:
     def norm_place_of(self, layer: int) -> NormPlace:
         """Return the place of a layer's norms."""
         return self.kind_of(layer).norm_place or self.norm_place
+
+    def rotation_block(self, side: CacheSide) -> int:
+        """Return the columns of a block of the rotation of keys or of values.
+
+        The largest power of two that divides a head, for values at most 64: llama.cpp's choice.
+        """
+        block = self.head_dim & -self.head_dim
+        return block if side == "keys" else min(block, 64)
 
     @property
     def mixers(self) -> frozenset[Mixer]:

@@ -184,6 +184,17 @@ def test_batches_and_continuations(cupy: Any) -> None:
 
 
 @pytest.mark.compiler
+def test_rotated_cache(cupy: Any) -> None:
+    ids, _ = golden("llama31")
+    options = {"kv": "q8_0", "kv_rotation": "hadamard"}
+    with nbflow.load(FOLDER / "llama31", **options) as model:
+        expected = model.logits(ids)
+    with on("emulator", "llama31", **options) as model:
+        # a sum that rounds differently may move a code of 8 bits by one: 1/254 of its block's range
+        assert error(model.logits(ids), expected) < 5e-3
+
+
+@pytest.mark.compiler
 @pytest.mark.parametrize("partition", ["0;1", "0&1"])
 def test_ranks(partition: str, cupy: Any) -> None:
     ids, logits = golden("llama31")

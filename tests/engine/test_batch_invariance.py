@@ -24,7 +24,7 @@ N = 24
 
 CONFIGURATIONS = [
     {"weights": None, "kv": "f32"},
-    {"weights": "q8", "kv": "q8_0", "activations": "int8"},
+    {"weights": "q8", "kv": "q8_0", "kv_rotation": "hadamard", "activations": "int8"},
     {"weights": "q4", "kv": "f16/q8_0", "activations": "bf16"},
 ]
 

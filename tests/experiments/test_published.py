@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = (
     *("quantization", "throughput", "partitions", "batching", "shared_prefix", "cascade"),
     "speculation",
+    "kv_rotation",
 )
 
 

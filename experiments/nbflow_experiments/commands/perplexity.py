@@ -197,6 +197,7 @@ def _print(
             "model": arguments.model,
             "weights": arguments.weights or "as stored",
             "kv": arguments.kv,
+            "kv_rotation": arguments.kv_rotation,
             "activations": arguments.activations,
             "context": arguments.context,
             "scored": arguments.scored,

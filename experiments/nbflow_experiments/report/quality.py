@@ -91,7 +91,8 @@ def _spread(results: Results) -> str:
     rows = results.done
     if "perplexity" not in rows or rows.partition.nunique() < 2:
         return ""
-    names = ["weights", *results.varying([n for n in ("model", "kv", "seed") if n in rows])]
+    more = [name for name in ("model", "kv", "kv_rotation", "seed") if name in rows]
+    names = ["weights", *results.varying(more)]
     groups = rows.groupby(names).perplexity
     largest = float(((groups.max() - groups.min()) / groups.mean()).max())
     return (
