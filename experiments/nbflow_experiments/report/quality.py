@@ -16,6 +16,7 @@ from nbflow_experiments.figure_style import (
     series_style,
 )
 from nbflow_experiments.report.data import Results
+from nbflow_experiments.report.serving import spread
 
 _PANELS = (
     ("kld_mean_nats", "KL divergence to f32 (nat/token)", True),
@@ -27,6 +28,8 @@ _NOT_QUALITY = (
     "weights", "partition", "ranks", "batch", "prompt", "decode", "prefix", "draft", "n_draft",
     "repeats", "warmup", "threads", "max_context",
 )  # fmt: skip
+_MOST_SERIES = 8  # more do not fit above the panels
+_LONG_LABEL = 40  # characters
 _SMALLEST = 1e-12  # a KL divergence below is rounding of float64 sums and is shown as 0
 
 
@@ -39,8 +42,11 @@ def draw(results: Results) -> Drawing:
         raise NotDrawn("")
     if results.done.weights.nunique() < 2:
         raise NotDrawn("the points that succeeded have only one weight format")
-    series = results.series(_NOT_QUALITY)
+    every = results.series(_NOT_QUALITY)
+    series = spread(every, _MOST_SERIES)
     height = 4.2 if results.done.weights.nunique() > 12 else 3.4  # names are upright
+    if max(len(label) for label, _ in series) > _LONG_LABEL:
+        height += 0.18 * len(series)  # one under the other
     with new_figure(len(panels), height) as (figure, axes):
         for panel, (metric, name, logarithmic) in zip(axes, panels, strict=True):
             _draw_panel(panel, results, series, metric, logarithmic)
@@ -52,6 +58,8 @@ def draw(results: Results) -> Drawing:
         "reference, token by token (or perplexity); relative Frobenius error of the quantized "
         "matrices. Bars are one standard error. Open markers at the lower edge stand for no error."
     )
+    if len(series) < len(every):
+        text += f" {len(series)} of {len(every)} combinations of settings; the table has all."
     return Drawing(figure, "Bits per weight against error", f"{text} {_spread(results)}")
 
 
