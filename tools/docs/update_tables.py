@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools" / name) for name in ("docs", "measure")]  # for the tests
 
+from board_table import board_table  # noqa: E402
 from device_budgets import budgets  # noqa: E402
 from experiment_tables import TABLES as EXPERIMENTS  # noqa: E402
 from gain_tables import drift, gain  # noqa: E402
@@ -276,6 +277,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/tolerances.md": {"tolerances": tolerances_table},
     "docs/experiments.md": EXPERIMENTS,
     "docs/quantization.md": {"gain": gain, "gain, encoder": drift},
+    "docs/board.md": {"board": board_table},
     "docs/kvcache.md": {"kv_rotation": kv_rotation},
 }
 """File -> its markers and their generated content."""
