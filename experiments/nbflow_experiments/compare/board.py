@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -97,7 +98,12 @@ def measure(name: str, quantizer: str = "auto", importance: str | None = None) -
         If the format is unknown, too large, or cannot be quantized like this.
     """
     check_format(name)
-    options = {"weights": name, "quantizer": quantizer, "importance": importance, "kv": "f32"}
+    options: dict[str, Any] = {
+        "weights": name,
+        "quantizer": quantizer,
+        "importance": importance,
+        "kv": "f32",
+    }
     with nbflow.load(MODEL, comm=SelfComm(), **options) as model:
         exact = iter(_exact_logits())
         scores = score_text(model, _windows(), reference=lambda window: next(exact))

@@ -9,6 +9,8 @@ Its squared error is larger; the divergence of a model is smaller at 3 bits and 
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import numpy as np
 
 from nbflow_kernels.formats.bit_fields import pack_field, unpack_field
@@ -19,7 +21,7 @@ from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 LARGEST_HALF = 65504.0
 
 
-def takes_gain(format: QuantFormat) -> bool:
+def takes_gain(format: QuantFormat) -> TypeGuard[FieldFormat]:
     """Return True if the scales of a format are float16 numbers, which a gain can multiply."""
     return isinstance(format, FieldFormat) and format.stored_d_type == "f16"
 

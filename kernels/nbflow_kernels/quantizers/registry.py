@@ -52,7 +52,7 @@ def quantize_rows(
             f"quantizer 'reference' of {format.name} is the published one, which knows no "
             "importance; use quantizer='search'"
         )
-    scaled = quantizer == "unbiased" and takes_gain(format)
+    scaled = quantizer == "unbiased"
     quantizer = "search" if quantizer == "unbiased" else quantizer
     encoder: Any = QUANTIZERS.get(format.name)
     if isinstance(format, AffineFormat | GroupFormat):
@@ -74,7 +74,7 @@ def quantize_rows(
         if importance is not None and len(importance) > 1:
             weights = importance[rows]
         data[rows] = encoder.quantize_chunk(format, x[rows], counts, quantizer, weights)
-        if scaled:
+        if scaled and takes_gain(format):
             counted = counts[None] if weights is None else weights
             data[rows] = unit_gain(format, x[rows], data[rows], counted)
     return data
