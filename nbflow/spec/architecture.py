@@ -53,6 +53,8 @@ class MoeSpec:
     n_experts: int
     top_k: int
     expert_size: int
+    latent_size: int = 0
+    """Width of the experts' inputs and outputs, between two projections; 0 for none."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
     """Divide a token's weights by their sum."""

@@ -75,7 +75,7 @@ class ConfigRule:
     stored: str | None = None
     """Tensor that the checkpoint must have; else the rule does not apply."""
     where: str | None = None
-    """Word of the layers in a list of layers, for a key with a word for each layer."""
+    """Word of the layers in a list of layers, for a key with a word, or a letter, for each layer."""
     kinds: tuple[str, ...] = ()
     """Kinds of layers for layer_types, where a key holds numbers of layers, or n for every n-th
     layer: the kind of these, then the kind of the others."""

@@ -443,6 +443,13 @@ FIELDS: dict[str, Field] = {
     "expert_size": Field(
         int, "width of an expert; intermediate_size if absent", None, most=MAX_WIDTH
     ),
+    "expert_latent_size": Field(
+        int,
+        "width of the experts' inputs and outputs, between the projections experts.in and "
+        "experts.out; 0: none",
+        0,
+        most=MAX_WIDTH,
+    ),
     "router_scoring": Field(("softmax", "sigmoid"), "scoring function of the router", "softmax"),
     "router_renormalize": Field(bool, "divide a token's weights by their sum", True),
     "router_scale": Field(float, "factor of the weights", 1.0),

@@ -257,7 +257,9 @@ def _from_config(
                 value = [i - 1 if type(i) is int else i for i in value]
             return types_of(value, rule.kinds, values["n_layers"], f"{where}: {key}", offset)
         if rule.where is not None:
-            words = check_value(value, f"{where}: {key}", [str])
+            words = (
+                value if isinstance(value, str) else check_value(value, f"{where}: {key}", [str])
+            )
             if len(words) > MAX_ITEMS:
                 raise UsageError(f"{where}: {key}: may have at most {MAX_ITEMS} entries")
             return tuple(i for i, word in enumerate(words) if word == rule.where)
@@ -423,11 +425,14 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
     )
     if values["expert_layers"] is not None:
         layers = frozenset(i for i in values["expert_layers"] if i < values["n_layers"])
+    if not layers:
+        return None
     router = ("scoring", "renormalize", "scale", "groups", "groups_used", "group_score")
     return MoeSpec(
         n_experts=values["n_experts"],
         top_k=values["experts_per_token"],
         expert_size=values["expert_size"] or values["intermediate_size"],
+        latent_size=values["expert_latent_size"],
         router_bias=values["router_bias"],
         weighs_inputs=values["router_weighs_inputs"],
         shared_size=values["shared_size"],
