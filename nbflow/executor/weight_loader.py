@@ -199,7 +199,9 @@ class WeightLoader:
             return tuple(self._once((w,), self._array) for w in op.weights)
         vectors = tuple(self._once((w,), self._vector) for w in op.weights)
         if op.kind in ("log_decay", "mamba1", "mamba2"):  # A_log becomes the rate
-            rate = -np.exp(vectors[0].astype(np.float64)).astype(np.float32)
+            rate = vectors[0]
+            if not self._program.spec.stored_rates:
+                rate = -np.exp(rate.astype(np.float64)).astype(np.float32)
             if op.kind == "mamba1":
                 rate = rate.reshape(op.attrs["state"])
             elif op.kind == "log_decay":  # of a head, for its columns

@@ -302,6 +302,8 @@ class Architecture:
     delta: DeltaSpec | None = None
     ssm: StateSpaceSpec | None = None
     selective: SelectiveSpec | None = None
+    stored_rates: bool = False
+    """a_log holds the negative rates of recurrent layers, not logarithms of their magnitudes."""
     swiglu_limit: float = 7.0
     attention: str | None = None
     """Name of the attention variant of a plugin."""
