@@ -4,9 +4,12 @@
     python tools/golden/gguf_files.py LLAMA_CPP [NAME ...]
 
 LLAMA_CPP is a source tree of llama.cpp.  A folder holds model.gguf, matrices in float16 and
-without a vocabulary, and golden.npz: token ids, the logits of transformers, and the greedy continuation.
+without a vocabulary, and golden.npz: token ids, the logits of transformers, and the greedy
+continuation.
+
 The configurations are such that llama.cpp computes what transformers does: it knows neither a least
-time step nor another epsilon in the norms of Falcon Mamba.
+time step nor another epsilon in the norms of Falcon Mamba.  Factors of Falcon-H1 are powers of two,
+because the converter rounds its products with the matrices.
 """
 
 from __future__ import annotations
@@ -49,8 +52,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         **families.RECURRENT["lfm2"][1], "conv_bias": False}),
     "lfm2_moe": ("Lfm2Moe", "Lfm2MoeForCausalLM", {
         **families.RECURRENT["lfm2_moe"][1], "routed_scaling_factor": 1.0}),
+    "jamba": ("Jamba", "JambaForCausalLM", families.RECURRENT["jamba"][1]),
+    "falcon_h1": ("FalconH1", "FalconH1ForCausalLM", {
+        **families.FALCON_H1, "embedding_multiplier": 4.0, "mlp_multipliers": [0.5, 2.0],
+        "key_multiplier": 0.5, "attention_in_multiplier": 2.0, "attention_out_multiplier": 0.5,
+        "ssm_multipliers": [0.5, 2.0, 0.5, 1.0, 0.25], "ssm_in_multiplier": 2.0,
+        "ssm_out_multiplier": 0.5}),
+    "granite4": (
+        "GraniteMoeHybrid", "GraniteMoeHybridForCausalLM", families.RECURRENT["granite4"][1]),
 }  # fmt: skip
 """Name -> class of transformers, architecture of config.json, configuration."""
+GRANITE_LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}
+"""Kinds of layers of transformers -> of released checkpoints of Granite 4."""
 OF_EXPERTS = ("expert", "moe_", "topk_group", "n_group", "norm_topk_prob", "routed_scaling")
 """Beginnings and parts of keys of Nemotron-H with experts, which the converter takes for a sign."""
 
@@ -88,6 +101,8 @@ def _write_checkpoint(made: families.Made, folder: Path, architecture: str) -> N
     tensors = {k: v.contiguous().clone() for k, v in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config["architectures"] = [architecture]
+    if config["model_type"] == "granitemoehybrid":
+        config["layer_types"] = [GRANITE_LAYERS[kind] for kind in config["layer_types"]]
     if config.get("hybrid_override_pattern", "E").count("E") == 0:
         kept = {"n_groups": config["n_groups"]}
         config = {k: v for k, v in config.items() if not any(map(k.__contains__, OF_EXPERTS))}
@@ -106,7 +121,7 @@ def _convert(source: Path, architecture: str, path: Path) -> None:
 
     converter.set_vocab = set_vocab
     options: dict[str, Any] = {"eager": True}
-    if architecture == "NemotronHForCausalLM":  # as stored, without the experts of the defaults
+    if architecture == "NemotronHForCausalLM":  # not completed by defaults, which have experts
         options["hparams"] = json.loads((source / "config.json").read_text())
     with torch.inference_mode():
         converter(source, gguf.LlamaFileType.MOSTLY_F16, path, **options).write()
