@@ -32,7 +32,8 @@ class MoERunner:
         self._gated, self._activation = op.attrs.get("gated", True), op.attrs["activation"]
         n_kinds = 3 if self._gated else 2
         stacked = len(matrices) == n_kinds and n != 1
-        *first, self._downs = matrices if stacked else expert_parts(op, matrices)
+        parts: Sequence[Any] = matrices if stacked else expert_parts(op, matrices)
+        first, self._downs = list(parts[:-1]), parts[-1]
         self._first_products = first
         n_pairs, width = len(x) * top_k, (first[0] if stacked else first[0][0]).shape[-2]
         self.waits = not stacked or n_pairs >= experts.MIN_ROWS_TO_SYNC * n

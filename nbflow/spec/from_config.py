@@ -271,12 +271,11 @@ def _from_config(
                 value = [i - 1 if type(i) is int else i for i in value]
             return types_of(value, rule.kinds, values["n_layers"], f"{where}: {key}", offset)
         if rule.where is not None:
-            words = (
-                value if isinstance(value, str) else check_value(value, f"{where}: {key}", [str])
-            )
-            if len(words) > MAX_ITEMS:
+            is_pattern = isinstance(value, str)
+            each = tuple(value) if is_pattern else check_value(value, f"{where}: {key}", [str])
+            if len(each) > MAX_ITEMS:
                 raise UsageError(f"{where}: {key}: may have at most {MAX_ITEMS} entries")
-            return layers_with(rule.where, words)
+            return layers_with(rule.where, each)
         if rule.values:
             if isinstance(value, str) and isinstance(FIELDS[field].kind, list):  # a letter each
                 return _letters(value, rule.values, f"{where}: {_full(config, key)}")

@@ -52,6 +52,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         **families.RECURRENT["lfm2"][1], "conv_bias": False}),
     "lfm2_moe": ("Lfm2Moe", "Lfm2MoeForCausalLM", {
         **families.RECURRENT["lfm2_moe"][1], "routed_scaling_factor": 1.0}),
+    "qwen3_next": ("Qwen3Next", "Qwen3NextForCausalLM", {
+        **families.RECURRENT["qwen3_next"][1], "mlp_only_layers": [], "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
+    "llama4": ("Llama4", "Llama4ForCausalLM", {
+        **recent.EVEN, "num_hidden_layers": 4, "intermediate_size": 12,
+        "intermediate_size_mlp": 40, "num_local_experts": 4, "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2, "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192, "use_qk_norm": True}),
     "jamba": ("Jamba", "JambaForCausalLM", families.RECURRENT["jamba"][1]),
     "falcon_h1": ("FalconH1", "FalconH1ForCausalLM", {
         **families.FALCON_H1, "embedding_multiplier": 4.0, "mlp_multipliers": [0.5, 2.0],
@@ -91,10 +99,11 @@ def main() -> None:
 
 
 def _write_checkpoint(made: families.Made, folder: Path, architecture: str) -> None:
-    """Write a checkpoint as released, in float16 but for rates, whose type the converter keeps."""
+    """Write a checkpoint as released; rates and norms, which the converter changes, in float32."""
     made.model.save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
-    tensors = {k: v if k.endswith("A_log") else v.half() for k, v in stored.items()}
+    is_wide = {k: v.ndim == 1 or k.endswith("A_log") for k, v in stored.items()}
+    tensors = {k: v if is_wide[k] else v.half() for k, v in stored.items()}
     config = json.loads((folder / "config.json").read_text())
     if made.convert is not None:
         tensors, config = made.convert(tensors, config)
@@ -119,7 +128,7 @@ def _convert(source: Path, architecture: str, path: Path) -> None:
         self._set_vocab_none()
         self.gguf_writer.add_vocab_size(self.hparams["vocab_size"])
 
-    converter.set_vocab = set_vocab
+    converter.set_vocab, converter.no_mtp = set_vocab, True
     options: dict[str, Any] = {"eager": True}
     if architecture == "NemotronHForCausalLM":  # not completed by defaults, which have experts
         options["hparams"] = json.loads((source / "config.json").read_text())
