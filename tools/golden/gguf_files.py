@@ -54,7 +54,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         **families.RECURRENT["lfm2_moe"][1], "routed_scaling_factor": 1.0}),
     "qwen3_next": ("Qwen3Next", "Qwen3NextForCausalLM", {
         **families.RECURRENT["qwen3_next"][1], "mlp_only_layers": [], "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
     "llama4": ("Llama4", "Llama4ForCausalLM", {
         **recent.EVEN, "num_hidden_layers": 4, "intermediate_size": 12,
         "intermediate_size_mlp": 40, "num_local_experts": 4, "num_experts_per_tok": 1,
