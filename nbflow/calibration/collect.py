@@ -18,7 +18,7 @@ import nbflow_kernels as nk
 from nbflow.engine.llm import LLM
 from nbflow.executor.cpu import CpuExecutor
 from nbflow.executor.expert_bias import expert_biases
-from nbflow.program.records import Op
+from nbflow.program.records import Op, expert_parts
 from nbflow_kernels.activation import reference as activation
 from nbflow_kernels.errors import UsageError
 
@@ -175,26 +175,33 @@ class ActivationObserver:
             self._add((operand.name,), heads[:, h, : weight.shape[1]])
 
     def _experts(self, op: Op, x: NDArray[Any], router: NDArray[Any]) -> None:
-        """Add the rows routed to each expert, and its gated activations."""
+        """Add the rows routed to each expert, and its activations."""
         assert self._moe is not None
         biases = expert_biases(op, self._spec, self._bias[id(op)])
         _, chosen = nk.moe_routing(
             np.ascontiguousarray(router), correction_bias=biases.choice, **self._moe.routing
         )
-        matrices, n = self._operands[id(op)], len(op.weights) // 3
-        for e in range(n):
-            gate, up, down = (op.weights[i * n + e].name for i in range(3))
+        gated, function = op.attrs.get("gated", True), op.attrs["activation"]
+        of_products = (biases.gate, biases.up) if gated else (biases.up,)
+        names = [weight.name for weight in op.weights]
+        parts = zip(expert_parts(op, names), expert_parts(op, self._operands[id(op)]), strict=True)
+        each = (zip(*part, strict=True) for part in parts)
+        for e, (*first, (down, w_down)) in enumerate(zip(*each, strict=True)):
             rows = np.ascontiguousarray(x[(chosen == e).any(axis=1)])
-            self._add((gate, up), rows)
+            self._add(tuple(name for name, _ in first), rows)
             if not len(rows):
-                self._add((down,), np.zeros((0, matrices[2 * n + e].shape[1])))
+                self._add((down,), np.zeros((0, w_down.shape[1])))
                 continue
             both = [
-                _product(rows, matrices[i * n + e], None if b is None else b[e])
-                for i, b in enumerate((biases.gate, biases.up))
+                _product(rows, w, None if b is None else b[e])
+                for (_, w), b in zip(first, of_products, strict=True)
             ]
             whole = np.concatenate(both, axis=1)
-            self._add((down,), activation.glu(whole, op.attrs["activation"], gate_first=True))
+            if gated:
+                hidden = activation.glu(whole, function, gate_first=True)
+            else:
+                hidden = getattr(activation, function)(whole)
+            self._add((down,), hidden)
 
 
 def _product(rows: NDArray[Any], w: Any, bias: NDArray[Any] | None) -> NDArray[Any]:

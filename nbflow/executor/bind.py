@@ -19,7 +19,7 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.executor.attention_plans import AttentionPlanGroup
 from nbflow.executor.executor import Executor
-from nbflow.executor.expert_bias import expert_biases
+from nbflow.executor.expert_bias import expert_biases, moe_arguments
 from nbflow.executor.plugin_ops import plugin_call
 from nbflow.executor.sparse_attention import SparseAttention, append_index, select_keys
 from nbflow.executor.step_buffers import StepArrays
@@ -448,19 +448,13 @@ class Binder:
         out, matrices = self.view(op.out), weights.operands[index]
         bias = expert_biases(op, self._spec, weights.bias[index])
         first, end = op.attrs["experts"]
-        n = end - first
-        gates, ups, downs = (list(matrices[i * n : (i + 1) * n]) for i in range(3))
-        options = spec.routing
+        arguments, options = moe_arguments(op, matrices, bias), spec.routing
 
         def call() -> None:  # the products depend on the router's choice
             scores, chosen = nk.moe_routing(router, correction_bias=bias.choice, **options)
             chosen -= np.int32(first)
-            chosen[(chosen < 0) | (chosen >= n)] = -1  # an expert of another rank
-            nk.fused_moe(
-                x, gates, downs, scores, chosen, up=ups, activation=op.attrs["activation"],
-                weigh_inputs=op.attrs.get("weigh_inputs", False),
-                gate_up_bias=bias.gate, up_bias=bias.up, down_bias=bias.down, out=out,
-            )  # fmt: skip
+            chosen[(chosen < 0) | (chosen >= end - first)] = -1  # an expert of another rank
+            nk.fused_moe(x, topk_weights=scores, topk_ids=chosen, out=out, **arguments)
 
         return PythonOp(op.kind, call)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nbflow.executor.expert_bias import ExpertBiases
-from nbflow.program.records import Op
+from nbflow.program.records import Op, expert_parts
 from nbflow_kernels.activation import cuda as activations
 from nbflow_kernels.cuda import device_of, to_device
 from nbflow_kernels.cuda.workspace import workspace
@@ -20,7 +20,7 @@ class MoERunner:
     """Runner of one `experts` op for the tokens `x`, float32 (T, H).
 
     `held` are the first expert and the end of those of this rank.  `matrices` are those of gate, up
-    and down: three stacks (E, N, K), or all matrices one by one.
+    and down (up and down without gates): a stack (E, N, K) of each, or all matrices one by one.
     """
 
     def __init__(
@@ -29,13 +29,13 @@ class MoERunner:
     ) -> None:  # fmt: skip
         self._x, self._out, self._bias = x, out, bias
         self._first, n = held[0], held[1] - held[0]
-        stacked = len(matrices) == 3 and n != 1
-        parts: Sequence[Any] = (
-            matrices if stacked else [list(matrices[i * n : (i + 1) * n]) for i in range(3)]
-        )
-        self._gates, self._ups, self._downs = parts
-        self._activation = op.attrs["activation"]
-        n_pairs, width = len(x) * top_k, (self._gates if stacked else self._gates[0]).shape[-2]
+        self._gated, self._activation = op.attrs.get("gated", True), op.attrs["activation"]
+        n_kinds = 3 if self._gated else 2
+        stacked = len(matrices) == n_kinds and n != 1
+        parts: Sequence[Any] = matrices if stacked else expert_parts(op, matrices)
+        first, self._downs = list(parts[:-1]), parts[-1]
+        self._first_products = first
+        n_pairs, width = len(x) * top_k, (first[0] if stacked else first[0][0]).shape[-2]
         self.waits = not stacked or n_pairs >= experts.MIN_ROWS_TO_SYNC * n
         """True if the host must wait to learn the active experts."""
         device = device_of(x)
@@ -51,7 +51,7 @@ class MoERunner:
         self._rows = scratch("rows", (n_pairs,), np.int32)
         self._indptr = scratch("indptr", (n + 1,), np.int32)
         self._inverse = scratch("inverse", (len(x), top_k), np.int32)
-        self._both = scratch("gate and up", (n_pairs, 2 * width))
+        self._both = scratch("gate and up", (n_pairs, len(first) * width))
         self._hidden = scratch("hidden", (n_pairs, width))
         self._results = scratch("results", (n_pairs, out.shape[1]))
         self._weighed: Any = None
@@ -75,10 +75,13 @@ class MoERunner:
             x, scores = self._weighed, ones
             chosen, inverse = chosen.reshape(-1, 1), inverse.reshape(-1, 1)
         experts.permute(chosen, self._rows, self._indptr, inverse, self._first)
-        gates = self._gates, bias.gate, self._both[:, :width]
-        ups = self._ups, bias.up, self._both[:, width:]
-        for matrices, own_bias, both in (gates, ups):
-            experts.grouped(x, matrices, self._indptr, own_bias, both, self._rows)
-        activations.glu(self._both, self._activation, True, self._hidden)
+        biases = (bias.gate, bias.up) if self._gated else (bias.up,)
+        for i, (matrices, own) in enumerate(zip(self._first_products, biases, strict=True)):
+            part = self._both[:, i * width : (i + 1) * width]
+            experts.grouped(x, matrices, self._indptr, own, part, self._rows)
+        if self._gated:
+            activations.glu(self._both, self._activation, True, self._hidden)
+        else:
+            activations.elementwise(self._both, self._activation, self._hidden)
         experts.grouped(self._hidden, self._downs, self._indptr, bias.down, self._results)
         experts.combine(self._results, scores, self._inverse, False, self._out)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import nbflow_kernels as nk
-from nbflow.executor.expert_bias import expert_biases
+from nbflow.executor.expert_bias import expert_biases, moe_arguments
 from nbflow.executor.weight_loader import WeightLoader
 from nbflow.program.records import COMMUNICATION, Op, Program, StateKey, mask_of, state_key
 from nbflow.spec.plugin_ops import OPS
@@ -375,14 +375,8 @@ class ReferenceExecutor:
         x, router = (values[name] for name in op.inputs)
         bias = expert_biases(op, self._program.spec, self._bias[index])
         weights, chosen = moe.moe_routing(router, correction_bias=bias.choice, **spec.routing)
-        matrices = self._operands[index]
-        n = len(matrices) // 3
-        gates, ups, downs = (list(matrices[i * n : (i + 1) * n]) for i in range(3))
-        return moe.fused_moe(
-            x, gates, downs, weights, chosen, up=ups, activation=op.attrs["activation"],
-            weigh_inputs=op.attrs.get("weigh_inputs", False),
-            gate_up_bias=bias.gate, up_bias=bias.up, down_bias=bias.down,
-        )  # fmt: skip
+        arguments = moe_arguments(op, self._operands[index], bias)
+        return moe.fused_moe(x, topk_weights=weights, topk_ids=chosen, **arguments)
 
     def _scale_rows(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         gate = values[op.inputs[0]] @ self._operands[index][0].reshape(-1)

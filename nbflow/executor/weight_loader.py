@@ -28,7 +28,7 @@ from nbflow.program.read_operand import (
     read_operand_rows,
     read_quantized_operand,
 )
-from nbflow.program.records import Op, Operand, Program
+from nbflow.program.records import Op, Operand, Program, expert_parts
 from nbflow.quantization.policy import Weights, weight_formats
 from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.utils.load_progress import progress
@@ -174,7 +174,7 @@ class WeightLoader:
             if op.kind not in ("attention", "cross_attention", "activation"):
                 operands = self.operands[index]
                 if op.kind == "experts":
-                    operands = stack_experts(operands)
+                    operands = stack_experts(op, operands)
                 elif op.kind == "heads_linear":
                     operands = stack_heads(operands)
                 self.operands[index] = tuple(map(move, operands))
@@ -199,7 +199,9 @@ class WeightLoader:
             return tuple(self._once((w,), self._array) for w in op.weights)
         vectors = tuple(self._once((w,), self._vector) for w in op.weights)
         if op.kind in ("log_decay", "mamba1", "mamba2"):  # A_log becomes the rate
-            rate = -np.exp(vectors[0].astype(np.float64)).astype(np.float32)
+            rate = vectors[0]
+            if not self._program.spec.stored_rates:
+                rate = -np.exp(rate.astype(np.float64)).astype(np.float32)
             if op.kind == "mamba1":
                 rate = rate.reshape(op.attrs["state"])
             elif op.kind == "log_decay":  # of a head, for its columns
@@ -452,18 +454,19 @@ class WeightLoader:
         return soft_range(sample, self._encoding.outliers)
 
 
-def stack_experts(matrices: Sequence[Any]) -> tuple[Any, ...]:
-    """Stack the gate, up and down matrices of experts, so that kernels index them on the device.
+def stack_experts(op: Op, matrices: Sequence[Any]) -> tuple[Any, ...]:
+    """Stack the matrices of the experts of an op by kind, so that kernels index them on the device.
 
     Matrices of several formats, or with outliers, stay separate.
     """
-    n = len(matrices) // 3
-    parts = [matrices[i * n : (i + 1) * n] for i in range(3)]
+    parts = expert_parts(op, matrices)
     kinds = {(i, w.format.name) for i, part in enumerate(parts) for w in part}
-    if len(kinds) > 3 or any(w.outliers is not None for w in matrices):
+    if len(kinds) > len(parts) or any(w.outliers is not None for w in matrices):
         return tuple(matrices)
     return tuple(
-        nk.QuantTensor(part[0].format, (n, *part[0].shape), np.concatenate([w.data for w in part]))
+        nk.QuantTensor(
+            part[0].format, (len(part), *part[0].shape), np.concatenate([w.data for w in part])
+        )
         for part in parts
     )
 

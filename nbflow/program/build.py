@@ -79,6 +79,7 @@ def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
     if spec.moe is not None:
         S = spec.moe.shared_size
         widths |= {"router": spec.moe.n_experts, "sgate": S, "sup": S, "sf": S, "s": E}
+        widths |= dict.fromkeys(("ex", "eo"), spec.moe.latent_size)
     outputs = {"z": spec.embed_width, "m": E, "logits": spec.vocab_size}
     buffers = {name: Buffer(width) for name, width in widths.items()}
     buffers |= {name: Buffer(width, "logits") for name, width in outputs.items()}
@@ -357,7 +358,7 @@ def _experts(spec: ModelSpec, i: int, source: str) -> list[Op]:
     prefix = f"layers.{i}"
     matrices = tuple(
         Operand(f"{prefix}.moe.{j}.{part}.weight")
-        for part in ("gate", "up", "down")
+        for part in (("gate", "up", "down") if spec.gated else ("up", "down"))
         for j in range(moe.n_experts)
     )
     bias: tuple[Operand, ...] = ()
@@ -369,18 +370,27 @@ def _experts(spec: ModelSpec, i: int, source: str) -> list[Op]:
         attrs["biased"] = True
     if moe.weighs_inputs:
         attrs["weigh_inputs"] = True
-    ops = [
-        linear(spec, i, "router", source, "router"),
-        Op("experts", "o", (source, "router"), matrices, bias, i, attrs),
-    ]
+    if not spec.gated:
+        attrs["gated"] = False
+    ops = [linear(spec, i, "router", source, "router")]
+    if moe.latent_size:
+        ops += [
+            linear(spec, i, "experts.in", source, "ex"),
+            Op("experts", "eo", ("ex", "router"), matrices, bias, i, attrs),
+            linear(spec, i, "experts.out", "eo", "o"),
+        ]
+    else:
+        ops.append(Op("experts", "o", (source, "router"), matrices, bias, i, attrs))
     if not moe.shared_size:
         return ops
-    ops += [
-        linear(spec, i, "shared.gate", source, "sgate"),
-        linear(spec, i, "shared.up", source, "sup"),
-        Op("gate", "sf", ("sgate", "sup"), layer=i, attrs={"activation": spec.activation_name}),
-        linear(spec, i, "shared.down", "sf", "s"),
-    ]
+    activation = {"activation": spec.activation_name}
+    up = linear(spec, i, "shared.up", source, "sup")
+    if spec.gated:
+        ops += [linear(spec, i, "shared.gate", source, "sgate"), up]
+        ops.append(Op("gate", "sf", ("sgate", "sup"), layer=i, attrs=activation))
+    else:
+        ops += [up, Op("activation", "sf", ("sup",), layer=i, attrs=activation)]
+    ops.append(linear(spec, i, "shared.down", "sf", "s"))
     if moe.shared_gate:
         gate = (Operand(f"{prefix}.shared_gate.weight"),)
         ops.append(Op("scale_rows", "s", (source,), gate, layer=i))

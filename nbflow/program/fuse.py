@@ -1,7 +1,7 @@
 """Fuse ops of a program: fewer kernel calls, the same results.
 
 - Consecutive linears of one input (q, k, v; gate and up) become one with concatenated weights;
-  their outputs become columns of one buffer.
+  their outputs become columns of one buffer.  A router stays by itself, in its own type.
 - A linear whose output is added to a buffer accumulates into it directly.
 """
 
@@ -28,6 +28,7 @@ def _fuse_linears(program: Program) -> Program:
             and op.inputs == last.inputs
             and bool(op.bias) == bool(last.bias)
             and op.attrs == last.attrs
+            and "router" not in (op.out, last.out)
         ):
             ops[-1] = dataclasses.replace(
                 last,

@@ -16,7 +16,7 @@ import dataclasses
 import math
 
 from nbflow.distributed.plan import RankPlan
-from nbflow.program.records import Buffer, Op, Operand, Program
+from nbflow.program.records import Buffer, Op, Operand, Program, expert_parts
 from nbflow_kernels.errors import UsageError
 
 ROW_PARALLEL = ("attn.o", "cross.o", "ffn.down", "shared.down", "short.out", "delta.out",
@@ -307,8 +307,8 @@ def _sharded_norm(
 
 def _shard_experts(op: Op, experts: tuple[int, int]) -> Op:
     """Shard an `experts` op by experts; tokens of other ranks' experts add zero."""
-    n = len(op.weights) // 3
-    weights = tuple(op.weights[kind * n + j] for kind in range(3) for j in range(*experts))
+    parts = expert_parts(op, op.weights)
+    weights = tuple(weight for part in parts for weight in part[slice(*experts)])
     bias = op.bias
     if op.attrs.get("biased"):
         bias = (*bias[:-3], *(Operand(b.name, rows=experts) for b in bias[-3:]))

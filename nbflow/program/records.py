@@ -57,9 +57,10 @@ mamba2        out = state-space recurrence; inputs values, time steps, input and
 gated_norm    out = norm of groups of columns of the first input, with the second input as gate;
               attrs ``eps``, ``group_size``, ``gate_first``, ``activation``
 experts       out = weighted sum of the experts that the router chooses; inputs (x, router); weights
-              are gate, up and down matrices of the experts in attr ``experts``; the bias is that of
-              the choice; with attr ``biased`` biases of gates, ups and downs follow; with attr
-              ``weigh_inputs`` the router's weights multiply the inputs of the experts
+              are gate, up and down matrices of the experts in attr ``experts`` (`expert_parts`);
+              the bias is that of the choice; with attr ``biased`` biases of gates, ups and downs
+              follow; with attr ``weigh_inputs`` the router's weights multiply the inputs of the
+              experts; attr ``gated``: False for experts without gate matrices
 plugin        out = op of a plugin of the input, attr ``op``: its name (`nbflow.spec.plugin_ops`)
 scale_rows    out *= sigmoid(input @ w) for each row
 add           out += input; attr ``scale``: a factor of the input
@@ -78,7 +79,7 @@ in place (`Program.states`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -167,6 +168,15 @@ Mask = tuple[int | None, int | None]
 def mask_of(op: Op) -> Mask:
     """Return the window and the chunk of an attention op."""
     return op.attrs.get("window"), op.attrs.get("chunk")
+
+
+def expert_parts(op: Op, items: Sequence[Any]) -> list[list[Any]]:
+    """Return what belongs to the matrices of an `experts` op by kind: gates, ups and downs.
+
+    Experts without gates have the latter two.
+    """
+    first, end = op.attrs["experts"]
+    return [list(items[i : i + end - first]) for i in range(0, len(items), end - first)]
 
 
 StateKey = tuple[int, str]

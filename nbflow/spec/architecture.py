@@ -53,6 +53,8 @@ class MoeSpec:
     n_experts: int
     top_k: int
     expert_size: int
+    latent_size: int = 0
+    """Width of the experts' inputs and outputs, between two projections; 0 for none."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
     """Divide a token's weights by their sum."""
@@ -301,6 +303,8 @@ class Architecture:
     delta: DeltaSpec | None = None
     ssm: StateSpaceSpec | None = None
     selective: SelectiveSpec | None = None
+    stored_rates: bool = False
+    """a_log holds the negative rates of recurrent layers, not logarithms of their magnitudes."""
     swiglu_limit: float = 7.0
     attention: str | None = None
     """Name of the attention variant of a plugin."""

@@ -259,8 +259,10 @@ def _expert_problems(spec: Architecture) -> Iterator[str]:
         yield "activation 'xielu' needs gated = false"
     if moe is None:
         return
-    if not spec.gated:
-        yield "experts must be gated"
+    if not spec.gated and (spec.activation == "xielu" or "moe.down" in spec.biases):
+        yield "experts without a gate have no biases, and another activation than xielu"
+    if moe.weighs_inputs and moe.latent_size:
+        yield "router_weighs_inputs goes without expert_latent_size"
     if moe.n_experts < 1 or moe.expert_size < 1:
         yield (
             f"n_experts and expert_size must be positive, got {moe.n_experts} and {moe.expert_size}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -45,7 +46,7 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
         used.add(name)
         if name not in present:
             missing.append(f"{name} {shape}")
-        elif _squeezed(weights.shape(name)) != _squeezed(shape):
+        elif not _fits(weights.shape(name), shape):
             shapes.append(f"{name} must have shape {shape}, got {weights.shape(name)}")
         elif not _can_be_weights(weights, name):
             types.append(f"{name} must be of {', '.join(FLOAT_TYPES)}, got {weights.dtype(name)}")
@@ -81,6 +82,13 @@ def _can_be_weights(weights: WeightFile, name: str) -> bool:
     dtype = weights.dtype(name)
     is_block_format = dtype not in ITEM_BITS
     return is_block_format or dtype in FLOAT_TYPES or weights.format in WITH_BLOCKS
+
+
+def _fits(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether a stored shape is ours; a vector may be stored in rows, e.g. one per group."""
+    return _squeezed(stored) == _squeezed(shape) or (
+        len(shape) == 1 and math.prod(stored) == shape[0]
+    )
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -75,7 +75,12 @@ class ConfigRule:
     stored: str | None = None
     """Tensor that the checkpoint must have; else the rule does not apply."""
     where: str | None = None
-    """Word of the layers in a list of layers, for a key with a word for each layer."""
+    """Word of the layers in a list of layers, for a key with a word or letter for each layer."""
+    has: dict[str, str] = field(default_factory=dict)
+    """Word -> tensor of a layer, ``{i}``: the word of each layer is the first whose tensor the
+    checkpoint has; for layer_types, or with `where`."""
+    largest: bool = False
+    """Of a key with a number for each layer, the largest counts."""
     kinds: tuple[str, ...] = ()
     """Kinds of layers for layer_types, where a key holds numbers of layers, or n for every n-th
     layer: the kind of these, then the kind of the others."""
@@ -398,8 +403,13 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
     check_keys(rule, at, ConfigRule.__dataclass_fields__, f'keys = ["{example:.40}"]')
     same_as, default, formula = (rule.get(key) for key in ("same_as", "default", "formula"))
     stored, word, offset = rule.get("stored"), rule.get("where"), rule.get("offset")
+    has = check_keys(rule.get("has", {}), f"{at} has", rule.get("has", {}))
     if word is not None and FIELDS[name].kind != [int]:
         raise UsageError(f"{at}: where goes with lists of layers, such as dense_layers")
+    if has and name != "layer_types" and word is None:
+        raise UsageError(f"{at}: has gives the words of layer_types, or of a list with where")
+    if rule.get("largest") and FIELDS[name].kind not in (int, float):
+        raise UsageError(f"{at}: largest goes with numbers, such as n_kv_heads")
     if same_as is not None and same_as not in above:
         raise UsageError(f"{at}: {same_as!r} must be a field listed above it")
     kinds = strings(rule.get("kinds", []), f"{at} kinds")
@@ -423,6 +433,8 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
         when=check_keys(rule.get("when", {}), f"{at} when", rule.get("when", {})),
         stored=None if stored is None else check_value(stored, f"{at} stored", str),
         where=None if word is None else check_value(word, f"{at} where", str),
+        has={word: check_value(tensor, f"{at} has {word}", str) for word, tensor in has.items()},
+        largest=check_value(rule.get("largest", False), f"{at} largest", bool),
         kinds=kinds,
         from_one=check_value(rule.get("from_one", False), f"{at} from_one", bool),
         offset=None if offset is None else check_value(offset, f"{at} offset", str),

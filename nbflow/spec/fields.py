@@ -316,6 +316,12 @@ FIELDS: dict[str, Field] = {
     "lightning_residual_scale": Field(
         float, "lightning attention: factor of the residual stream that it is added to", 1.0
     ),
+    "stored_rates": Field(
+        bool,
+        "Mamba-1, Mamba-2, gated delta rule: a_log holds the negative rates themselves, not the "
+        "logarithms of their magnitudes (GGUF)",
+        False,
+    ),
     "ssm_heads": Field(int, "Mamba-2: heads", 0, most=MAX_HEADS),
     "ssm_head_dim": Field(int, "Mamba-2: width of a head", 0, most=MAX_WIDTH),
     "ssm_groups": Field(
@@ -442,6 +448,13 @@ FIELDS: dict[str, Field] = {
     "experts_per_token": Field(int, "experts per token", 0, most=MAX_EXPERTS),
     "expert_size": Field(
         int, "width of an expert; intermediate_size if absent", None, most=MAX_WIDTH
+    ),
+    "expert_latent_size": Field(
+        int,
+        "width of the experts' inputs and outputs, between the projections experts.in and "
+        "experts.out; 0: none",
+        0,
+        most=MAX_WIDTH,
     ),
     "router_scoring": Field(("softmax", "sigmoid"), "scoring function of the router", "softmax"),
     "router_renormalize": Field(bool, "divide a token's weights by their sum", True),

@@ -18,7 +18,13 @@ from nbflow.spec.architecture import (
 from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, encoder_of
 from nbflow.spec.fields import FIELDS, MAX_ITEMS, REQUIRED, check_field
 from nbflow.spec.formula import evaluate
-from nbflow.spec.layer_types import first_layers, layer_kinds, types_of
+from nbflow.spec.layer_types import (
+    first_layers,
+    layer_kinds,
+    layers_with,
+    types_of,
+    words_by_tensor,
+)
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.positions import ropes, temperature, unrotated
 from nbflow.spec.recurrent import delta, selective, state_space
@@ -214,7 +220,7 @@ def _values(
             for rule in rules:
                 if rule.stored is not None and rule.stored not in held:
                     continue
-                value = _from_config(field, rule, config, where, values)
+                value = _from_config(field, rule, config, where, values, held)
                 if value is not None:
                     break
         default = FIELDS[field].default
@@ -242,11 +248,19 @@ def _optional(rules: Sequence[ConfigRule]) -> bool:
 
 
 def _from_config(
-    field: str, rule: ConfigRule, config: Mapping[str, Any], where: str, values: Mapping[str, Any]
+    field: str,
+    rule: ConfigRule,
+    config: Mapping[str, Any],
+    where: str,
+    values: Mapping[str, Any],
+    held: Collection[str],
 ) -> Any:
     """Return the value of a field by one rule, or None."""
     if not _holds(rule.when, config):
         return None
+    if rule.has:
+        words = words_by_tensor(rule.has, values["n_layers"], held)
+        return words if rule.where is None else layers_with(rule.where, words)
     for key in rule.keys:
         value = lookup(config, key)
         if value is None or value == {}:  # an empty table of scalings is absent
@@ -257,10 +271,11 @@ def _from_config(
                 value = [i - 1 if type(i) is int else i for i in value]
             return types_of(value, rule.kinds, values["n_layers"], f"{where}: {key}", offset)
         if rule.where is not None:
-            words = check_value(value, f"{where}: {key}", [str])
-            if len(words) > MAX_ITEMS:
+            is_pattern = isinstance(value, str)
+            each = tuple(value) if is_pattern else check_value(value, f"{where}: {key}", [str])
+            if len(each) > MAX_ITEMS:
                 raise UsageError(f"{where}: {key}: may have at most {MAX_ITEMS} entries")
-            return tuple(i for i, word in enumerate(words) if word == rule.where)
+            return layers_with(rule.where, each)
         if rule.values:
             if isinstance(value, str) and isinstance(FIELDS[field].kind, list):  # a letter each
                 return _letters(value, rule.values, f"{where}: {_full(config, key)}")
@@ -269,6 +284,8 @@ def _from_config(
             return rule.values[word]
         if isinstance(value, str):
             value = FIELDS[field].aliases.get(value, value)
+        elif isinstance(value, list) and value and rule.largest:
+            value = max(check_value(value, f"{where}: {_full(config, key)}", [FIELDS[field].kind]))
         elif isinstance(value, list) and FIELDS[field].kind in (int, float):
             value = _common(value, f"{where}: {_full(config, key)}")
         return check_field(value, f"{where}: {_full(config, key)}", FIELDS[field])
@@ -423,11 +440,14 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
     )
     if values["expert_layers"] is not None:
         layers = frozenset(i for i in values["expert_layers"] if i < values["n_layers"])
+    if not layers:
+        return None
     router = ("scoring", "renormalize", "scale", "groups", "groups_used", "group_score")
     return MoeSpec(
         n_experts=values["n_experts"],
         top_k=values["experts_per_token"],
         expert_size=values["expert_size"] or values["intermediate_size"],
+        latent_size=values["expert_latent_size"],
         router_bias=values["router_bias"],
         weighs_inputs=values["router_weighs_inputs"],
         shared_size=values["shared_size"],

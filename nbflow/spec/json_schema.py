@@ -27,6 +27,7 @@ _ANNOTATIONS: dict[str, dict[str, Any]] = {
     "tuple[str, ...]": _STRINGS,
     "tuple[Any, ...]": {"type": "array"},
     "dict[str, Any]": {"type": "object"},
+    "dict[str, str]": {"type": "object", "additionalProperties": {"type": "string"}},
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nbflow.spec.architecture import LAYER_KINDS, LayerKind
@@ -32,6 +32,26 @@ def types_of(
     if not chosen <= set(range(n)):
         raise UsageError(f"{where}: layers must be 0..{n - 1}, got {max(chosen)}")
     return tuple(kinds[i not in chosen] for i in range(n))
+
+
+def words_by_tensor(
+    tensors: Mapping[str, str], n: int, held: Collection[str]
+) -> tuple[str, ...] | None:
+    """Return for each of `n` layers the first word whose tensor a checkpoint has, else "".
+
+    None without a checkpoint.
+    """
+    if not held:
+        return None
+    return tuple(
+        next((word for word, name in tensors.items() if name.replace("{i}", str(i)) in held), "")
+        for i in range(min(n, len(held)))
+    )
+
+
+def layers_with(word: str, words: Sequence[str] | None) -> tuple[int, ...] | None:
+    """Return the layers with a word, of one for each layer."""
+    return None if words is None else tuple(i for i, other in enumerate(words) if other == word)
 
 
 def layer_kinds(family: Family, values: Mapping[str, Any], where: str) -> tuple[LayerKind, ...]:

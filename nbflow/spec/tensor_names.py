@@ -66,6 +66,8 @@ EXPERT_MATRICES = tuple(f"moe.{{j}}.{part}" for part in ("gate", "up", "down"))
 HEAD_NORMS = ("attn.q_norm.{j}", "attn.k_norm.{j}")
 """Norms of the queries or keys of head j; a checkpoint's name without {j} is a fused tensor
 (heads, columns)."""
+EXPERT_PROJECTIONS = ("experts.in", "experts.out")
+"""Projections before and behind all experts of a layer (expert_latent_size), without bias."""
 SHARED_MATRICES = tuple(f"shared.{part}" for part in ("gate", "up", "down"))
 
 INDEXER = ("attn.index_q", "attn.index_k", "attn.index_weights")
@@ -76,13 +78,13 @@ LATENT_MATRICES = ("attn.k_b", "attn.v_b")
 _IN_LAYERS = (
     *LAYER_NORMS, *HEAD_NORMS, "attn.sinks", *LINEARS, *DELTA_CONVS, *DELTA_VECTORS,
     *SSM_VECTORS, *MAMBA1_VECTORS, *XIELU, *LATENT_MATRICES, *INDEXER, *FUSED, *EXPERT_MATRICES,
-    "moe.gate_up",
+    "moe.gate_up", *EXPERT_PROJECTIONS,
     *SHARED_MATRICES, "shared_gate",
 )  # fmt: skip
 _ONE_KIND = {
     "bias": ("embed", "positions", "position_bias", "types", "attn.k_b", "attn.v_b", "attn.kv_b",
              "attn.sinks", *INDEXER, *HEAD_NORMS, *DELTA_VECTORS, *SSM_VECTORS, *MAMBA1_VECTORS,
-             *XIELU),
+             *XIELU, *EXPERT_PROJECTIONS),
     "weight": (*EXPERT_BIASES, "moe.gate_up"),
 }  # fmt: skip
 """Tensors that have only a weight, or only a bias."""

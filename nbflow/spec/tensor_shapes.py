@@ -36,12 +36,10 @@ def _norm(spec: Architecture, name: str, width: int) -> Shapes:
     return shapes
 
 
-def _gated(prefix: str, E: int, FF: int) -> Shapes:
-    return {
-        f"{prefix}.gate.weight": (FF, E),
-        f"{prefix}.up.weight": (FF, E),
-        f"{prefix}.down.weight": (E, FF),
-    }
+def _network(spec: Architecture, prefix: str, E: int, FF: int) -> Shapes:
+    """Return the matrices of a feed-forward network of width FF on rows of width E."""
+    gate: Shapes = {f"{prefix}.gate.weight": (FF, E)} if spec.gated else {}
+    return {**gate, f"{prefix}.up.weight": (FF, E), f"{prefix}.down.weight": (E, FF)}
 
 
 def layer_shapes(spec: Architecture, layer: int) -> Shapes:
@@ -63,9 +61,7 @@ def layer_shapes(spec: Architecture, layer: int) -> Shapes:
     elif spec.has_experts(layer):
         shapes |= _expert_shapes(spec)
     else:
-        shapes |= _gated("ffn", E, spec.intermediate_size)
-        if not spec.gated:
-            del shapes["ffn.gate.weight"]
+        shapes |= _network(spec, "ffn", E, spec.intermediate_size)
         if spec.activation == "xielu":
             shapes |= {f"{name}.weight": (1,) for name in XIELU}
     for name in sorted(spec.biases):
@@ -232,11 +228,19 @@ def _expert_shapes(spec: Architecture) -> Shapes:
     if moe.router_bias:
         shapes["router.bias"] = (moe.n_experts,)
     for j in range(moe.n_experts):
-        shapes |= _gated(f"moe.{j}", E, moe.expert_size)
+        shapes |= _network(spec, f"moe.{j}", moe.latent_size or E, moe.expert_size)
+    if moe.latent_size:
+        shapes |= {
+            "experts.in.weight": (moe.latent_size, E),
+            "experts.out.weight": (E, moe.latent_size),
+        }
     for name in filter(spec.biases.__contains__, EXPERT_BIASES):
-        shapes[f"{name}.bias"] = (moe.n_experts, E if name == "moe.down" else moe.expert_size)
+        shapes[f"{name}.bias"] = (
+            moe.n_experts,
+            moe.latent_size or E if name == "moe.down" else moe.expert_size,
+        )
     if moe.shared_size:
-        shapes |= _gated("shared", E, moe.shared_size)
+        shapes |= _network(spec, "shared", E, moe.shared_size)
         if moe.shared_gate:
             shapes["shared_gate.weight"] = (1, E)
     return shapes

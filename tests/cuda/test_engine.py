@@ -25,8 +25,9 @@ NAMES = sorted(path.name for path in FOLDER.iterdir())
 STORED_OTHERWISE = ("gpt_oss_floats", "llama_fp8", "qwen3_fp8")  # other files of such models
 SAME_OPS = {
     "arcee", "bailing_moe_v2", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
-    "exaone4_full", "exaone_moe", "flex_olmo", "gemma3_images", "glm4_moe_lite", "granitemoeshared",
-    "hunyuan_moe", "hy_v3", "hyperclovax", "internlm3", "minicpm3", "ministral", "olmo3",
+    "exaone4_full", "exaone_moe", "flex_olmo", "gemma3_images", "glm4_moe_lite",
+    "gpt_bigcode_heads", "granitemoeshared", "hunyuan_moe", "hy_v3", "hyperclovax", "internlm3",
+    "iquestcoder", "jais2", "mellum", "minicpm3", "ministral", "nemotron_3_nano", "olmo3",
     "phi4_mini", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "solar_open", "vaultgemma",
     "youtu",
 }  # fmt: skip

@@ -13,6 +13,7 @@ from small_models import write_checkpoint
 import nbflow
 import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
+from nbflow.checkpoint.readers.gguf import read_metadata
 from nbflow.spec import resolve
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
@@ -36,6 +37,8 @@ MODELS = {
 """Architecture -> golden model."""
 OTHERS = {"bert", "t5"}
 """Architectures with tests of their own, being no decoders alone."""
+OF_LLAMA_CPP = FOLDER.parent / "gguf"
+"""Files that llama.cpp's converter wrote: test_gguf_of_llama_cpp.py."""
 NOT_IN_GGUF = {
     "cohere2": "full_layer_every = 2",
     "smollm3": "unrotated_every = 2",
@@ -50,7 +53,10 @@ NOT_IN_GGUF = {
 
 
 def test_all_architectures_are_tested():
-    assert set(MODELS) | OTHERS == set(families_by_arch())
+    written = {
+        read_metadata(path)["general.architecture"] for path in OF_LLAMA_CPP.glob("*/model.gguf")
+    }
+    assert set(MODELS) | OTHERS | written == set(families_by_arch())
 
 
 OTHER_MODELS = {"command-r": "cohere_plus", "stablelm": "stablelm2_12b", "olmo2": "olmo3"}

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nbflow.checkpoint.readers.gguf import config_of
 from nbflow.program import build
 from nbflow.spec import resolve
 from nbflow.spec.family import family_of_config, load_family
@@ -52,6 +53,22 @@ def changed(name, tmp_path, text):
             '[config]\ndense_layers = { keys = ["num_experts"], where = "dense" }',
             "num_experts: must be text",
         ),
+        (
+            "llama31",
+            '[config]\ndense_layers = { has = { x = "blk.{i}.y" } }',
+            "has gives the words of layer_types, or of a list with where",
+        ),
+        (
+            "llama31",
+            '[config]\nactivation = { keys = ["x"], largest = true }',
+            "largest goes with numbers",
+        ),
+        ("nemotron_3", '[structure]\nactivation = "xielu"', "another activation than xielu"),
+        (
+            "nemotron_3",
+            "[structure]\nrouter_weighs_inputs = true",
+            "goes without expert_latent_size",
+        ),
     ],
 )
 def test_contradictions_are_refused(name, text, message, tmp_path):
@@ -94,3 +111,47 @@ def test_the_base_of_hunyuans_frequencies():
     spec = resolve(FOLDER / "hunyuan").spec
     assert spec.rope.scaling is None
     np.testing.assert_allclose(spec.rope.theta, 1e4 * 50.0 ** (12 / 10), rtol=1e-12)
+
+
+def test_letters_of_a_pattern_say_which_layers_have_experts():
+    spec = resolve(FOLDER / "nemotron_3").spec
+    assert spec.moe.layers == {1, 3}
+    assert [op.layer for op in build(spec).ops if op.kind == "experts"] == [1, 3]
+
+
+def test_tensors_say_the_kind_of_each_layer():
+    """Of 70 layers, as many numbers in the metadata; the largest counts."""
+    heads = [2 if i % 7 == 3 else 0 for i in range(70)]
+    experts = [i % 7 in (1, 5) for i in range(70)]
+    metadata = gguf_metadata(heads)
+    names = [
+        f"blk.{i}.{'attn_q' if heads[i] else 'ffn_gate_inp' if experts[i] else 'ssm_in'}.weight"
+        for i in range(70)
+    ]
+    config = config_of(metadata)
+    family = family_of_config(config, "x.gguf")
+    spec = build_spec(family, config, name="x", where="x.gguf", checkpoint_tensors=names)
+    assert spec.n_kv_heads == 2
+    assert spec.moe.layers == {i for i in range(70) if experts[i]}
+    kinds = [kind.mixer[0] for kind in spec.layer_kinds]
+    assert kinds.count("attention") == 10
+    assert [i for i, kind in enumerate(kinds) if kind == "none"] == sorted(spec.moe.layers)
+    with pytest.raises(UsageError, match="layer_types: must be one of"):
+        build_spec(
+            family, config, name="x", where="x.gguf", checkpoint_tensors=[*names[:-1], "other"]
+        )
+
+
+def gguf_metadata(kv_heads):
+    """Return the metadata of a Nemotron 3 with these key/value heads per layer."""
+    keys = {
+        "vocab_size": 97, "embedding_length": 32, "block_count": len(kv_heads),
+        "feed_forward_length": [12] * len(kv_heads), "attention.head_count": 4,
+        "attention.head_count_kv": kv_heads, "attention.key_length": 8, "context_length": 64,
+        "attention.layer_norm_epsilon": 1e-5, "ssm.conv_kernel": 4, "ssm.inner_size": 64,
+        "ssm.time_step_rank": 4, "ssm.group_count": 2, "ssm.state_size": 16, "expert_count": 8,
+        "expert_used_count": 3, "expert_feed_forward_length": 12,
+    }  # fmt: skip
+    return {"general.architecture": "nemotron_h_moe"} | {
+        f"nemotron_h_moe.{key}": value for key, value in keys.items()
+    }

@@ -440,7 +440,7 @@ TEXT_OF = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 
 def pattern_of_letters(model: Any) -> Convert:
     """Return a conversion of Nemotron-H's kinds of layers to the letters of its configuration."""
-    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 
     def convert(tensors: Tensors, config: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
         kinds = config.pop("layers_block_type")

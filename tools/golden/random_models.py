@@ -47,7 +47,7 @@ def randomize(model: torch.nn.Module) -> None:
 @contextlib.contextmanager
 def in_float64(model: torch.nn.Module) -> Iterator[None]:
     """Compute a model in float64, also where its code asks for float32."""
-    to, softmax = torch.Tensor.to, torch.nn.functional.softmax
+    to, cast, softmax = torch.Tensor.to, torch.Tensor.type, torch.nn.functional.softmax
 
     def widened(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         wide = [torch.float64 if a is torch.float32 else a for a in args]
@@ -55,11 +55,15 @@ def in_float64(model: torch.nn.Module) -> Iterator[None]:
             options["dtype"] = torch.float64
         return to(self, *wide, **options)
 
+    def widened_type(self: torch.Tensor, dtype: Any = None) -> Any:
+        return cast(self, torch.float64 if dtype is torch.float32 else dtype)
+
     def softmax_in_dtype(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         return softmax(x, *args, **{k: v for k, v in options.items() if k != "dtype"})
 
     with (
         mock.patch.object(torch.Tensor, "to", widened),
+        mock.patch.object(torch.Tensor, "type", widened_type),
         mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
         mock.patch.object(torch.nn.functional, "softmax", softmax_in_dtype),
     ):

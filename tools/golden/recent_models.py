@@ -50,6 +50,17 @@ IMAGES = {
     "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "patch_size": 2,
     "out_hidden_size": 32, "fullatt_block_indexes": [0],
 }  # fmt: skip
+NEMOTRON = {
+    **EVEN, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 18,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 20, "routed_scaling_factor": 1.5,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+}  # fmt: skip
+del NEMOTRON["num_hidden_layers"]
+BIG_CODE = {
+    "vocab_size": 97, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_positions": 64,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 WITH_IMAGES = "ForConditionalGeneration"
 """End of the names of multimodal classes, of which the text is computed."""
 
@@ -169,6 +180,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_local_experts": 4, "num_experts_per_tok": 1, "moe_layers": [0, 1],
         "no_rope_layers": [1, 0, 1], "attention_bias": True, "attention_chunk_size": 7,
         "attn_temperature_tuning": False, "use_qk_norm": False}),
+    "nemotron_3": ("NemotronH", {**NEMOTRON, "moe_latent_size": 20, "n_group": 4, "topk_group": 2}),
+    "nemotron_3_nano": ("NemotronH", NEMOTRON),
+    "minimax_m2": ("MiniMaxM2", {
+        **TINY, "intermediate_size": 12, "num_local_experts": 6, "num_experts_per_tok": 2,
+        "rotary_dim": 6, "rope_parameters": rope(theta=5e6, partial_rotary_factor=0.5)}),
+    "mellum": ("Mellum", {
+        **EXPERTS, "num_experts": 5, "norm_topk_prob": True, "sliding_window": 9, "layer_types": [
+            "sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": {
+            "sliding_attention": rope(theta=5e3),
+            "full_attention": rope(
+                "yarn", 5e4, factor=4.0, original_max_position_embeddings=16)}}),
+    "jais2": ("Jais2", EVEN),
+    "iquestcoder": ("IQuestCoder", TINY),
+    "gpt_neo": ("GPTNeo", {
+        "vocab_size": 97, "hidden_size": 36, "num_layers": 3, "num_heads": 3, "window_size": 9,
+        "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
+        "attention_types": [[["global", "local"], 1], [["global"], 1]]}),
+    "gpt_bigcode": ("GPTBigCode", BIG_CODE),
+    "gpt_bigcode_heads": ("GPTBigCode", {**BIG_CODE, "multi_query": False}),
 }  # fmt: skip
 """Name -> class and configuration."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -121,14 +122,13 @@ def _combine(name: str, T: int, k: int, H: int, *, accumulate: bool = False) -> 
 def _layer(
     name: str, T: int, E: int, k: int, H: int, F: int, kind: str, *, separate: bool = False,
     shared: str = "", activation: str = "silu", bias: bool = False, gate_first: bool = True,
-    weigh_inputs: bool = False,
-    timed: bool = False,
+    weigh_inputs: bool = False, gated: bool = True, timed: bool = False,
 ) -> OpCase:  # fmt: skip
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         weights = rng.random((T, k), dtype=np.float32)
         made: dict[str, Any] = {
             "x": rng.standard_normal((T, H), dtype=np.float32),
-            "gate_up": _weights(rng, E, F if separate else 2 * F, H, kind),
+            "gate_up": _weights(rng, E, F if separate or not gated else 2 * F, H, kind),
             "down": _weights(rng, E, H, F, kind),
             "topk_weights": weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-6),
             "topk_ids": _ids(rng, T, E, k),
@@ -137,12 +137,17 @@ def _layer(
         }
         if not gate_first:
             made["gate_first"] = False
+        if not gated:
+            made["gated"] = False
         if separate:
             made["up"] = _weights(rng, E, F, H, kind)
         if shared:
-            made["shared"] = _shared(rng, H, F, separate, shared == "gated")
+            made["shared"] = _shared(rng, H, F, separate or not gated, shared == "gated")
+            if not gated:
+                made["shared"] = replace(made["shared"], up=None)
         if bias:
-            for part, width in (("gate_up", F if separate else 2 * F), ("up", F), ("down", H)):
+            first_width = F if separate or not gated else 2 * F
+            for part, width in (("gate_up", first_width), ("up", F), ("down", H)):
                 if part != "up" or separate:
                     made[f"{part}_bias"] = rng.standard_normal((E, width), dtype=np.float32)
         return made
@@ -153,8 +158,8 @@ def _layer(
         inputs,
         0.0,
         # gate and up are off by a product's error e; a(g) u by (|u| + 1.1 |g|) e, below 10 e at
-        # 4.5 deviations; the down projection averages those at random, and adds its own; twice
-        # that with a shared expert
+        # 4.5 deviations, as is the square of u without a gate, 2 |u| e; the down projection
+        # averages those at random, and adds its own; twice that with a shared expert
         (24 if shared else 12) * _product_error(max(H, F)),
         "errors of two products and of the activation between; see moe/cases.py",
         out=((T, H), "float32"),
@@ -222,6 +227,11 @@ CASES = [
     _layer(
         "up_first", 3, 4, 2, 32, 24, "float32_array", shared="plain", bias=True, gate_first=False,
     ),
+    _layer(
+        "nemotron_3", 5, 4, 2, 32, 24, "float32_array", gated=False, activation="relu2",
+        shared="plain",
+    ),
+    _layer("no_gate_q4", 3, 4, 2, 64, 32, "q4", gated=False, activation="silu", bias=True),
     _layer("deepseek_moe_16b_1_token", 1, 64, 6, 2048, 1408, "q4", timed=True),
 ]  # fmt: skip
 """Every case of the family; see `nbflow_kernels.op_case.OpCase`."""

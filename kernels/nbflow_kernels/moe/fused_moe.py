@@ -34,7 +34,8 @@ class SharedExpert:
     """
 
     gate_up: Any
-    """Array or QuantTensor (2F, H), the gate's rows first; with `up`, the gate (F, H)."""
+    """Array or QuantTensor (2F, H), the gate's rows first; with `up`, the gate (F, H); the up
+    projection (F, H) of an expert without a gate."""
     down: Any
     """Array or QuantTensor (H, F)."""
     up: Any = None
@@ -140,6 +141,7 @@ def fused_moe(
     *,
     up: Any = None,
     activation: str = "silu",
+    gated: bool = True,
     gate_first: bool = True,
     shared: SharedExpert | None = None,
     weigh_inputs: bool = False,
@@ -148,12 +150,13 @@ def fused_moe(
     down_bias: NDArray[np.float32] | None = None,
     out: NDArray[np.float32] | None = None,
 ) -> Any:
-    r"""Run a gated feed-forward layer of experts.
+    r"""Run a feed-forward layer of experts.
 
     .. math:: o_t = \sum_j w_{tj} D_e \bigl(a(G_e x_t) \odot U_e x_t\bigr), \quad e = e_{tj}
 
     and, with biases, :math:`G_e x_t + b_e` for :math:`G_e x_t`, for the other products alike.  With
-    `weigh_inputs`, the weight :math:`w_{tj}` multiplies :math:`x_t` instead.
+    `weigh_inputs`, the weight :math:`w_{tj}` multiplies :math:`x_t` instead.  Experts that are not
+    `gated` compute :math:`D_e a(U_e x_t)`.
 
     Parameters
     ----------
@@ -162,7 +165,7 @@ def fused_moe(
     gate_up : array, QuantTensor or sequence of them
         Gate and up projection of each expert, (E, 2F, H) with the gate's rows first (see
         `gate_first`), in any form that `grouped_matmul` takes; the gate alone, (E, F, H), if `up`
-        is given.
+        is given; the up projection, (E, F, H), of experts that are not `gated`.
     down : array, QuantTensor or sequence of them
         Down projection of each expert, (E, H, F).
     topk_weights : array of float32, shape (T, k)
@@ -174,7 +177,10 @@ def fused_moe(
     activation : str
         As in the ops ``..._and_mul``: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"``, ...;
         ``"swigluoai"`` with the numbers of gpt-oss, gate and up not interleaved, or
-        ``"swigluoai:4.5"`` with another limit.
+        ``"swigluoai:4.5"`` with another limit.  Without gates one of ``"silu"``, ..., ``"relu2"``.
+    gated : bool
+        False for experts, the shared one included, without a gate (Nemotron 3): `gate_up` is then
+        the up projection, and `up` must be absent.
     gate_first : bool
         The gate's rows of `gate_up` and its bias come first; False if those of the up projection
         do, as in FlashInfer's and TensorRT-LLM's ``w3_w1``.
@@ -183,7 +189,7 @@ def fused_moe(
     weigh_inputs : bool
         Multiply the experts' inputs by `topk_weights`, not their outputs (Llama 4).
     gate_up_bias : array of float32, shape (E, 2F), optional
-        Biases of `gate_up`; (E, F) if `up` is given.
+        Biases of `gate_up`; (E, F) if `up` is given, or without gates.
     up_bias : array of float32, shape (E, F), optional
         Biases of `up`.
     down_bias : array of float32, shape (E, H), optional
@@ -232,12 +238,12 @@ def fused_moe(
     T, H = x.shape
     check_array("topk_weights", topk_weights, (T, None))
     check_array("topk_ids", topk_ids, topk_weights.shape, np.int32)
-    if up is not None and not gate_first:
-        raise UsageError("gate_first=False is the order within gate_up; up is given by itself")
-    act = _activation(activation, x, gate_first)
+    _check_order(up, gated, gate_first, shared)
+    act = _activation(activation, x, gated, gate_first)
     gates = list_matrices("gate_up", gate_up, H)[0]
     ups = None if up is None else list_matrices("up", up, H)[0]
-    F = gates[0].shape[0] if up is not None else _half("gate_up", gates[0].shape[0])
+    F = gates[0].shape[0]
+    F = F if up is not None or not gated else _half("gate_up", F)
     downs, n_out = list_matrices("down", down, F)
     counts = {len(gates), len(downs), len(gates if ups is None else ups)}
     if len(counts) > 1 or n_out != H or (ups is not None and ups[0].shape[0] != F):
@@ -264,9 +270,21 @@ def fused_moe(
     act(_projections(routed, gate_up, up, indptr, rows, (gate_up_bias, up_bias)), hidden)
     y = grouped_matmul(hidden, down, indptr, bias=down_bias)
     if shared is not None:
-        _run_shared(x, shared, _activation(activation, x, True), out)
+        _run_shared(x, shared, _activation(activation, x, gated, True), gated, out)
     _device(x).combine(y, topk_weights, inverse, shared is not None, out)
     return out
+
+
+def _check_order(up: Any, gated: bool, gate_first: bool, shared: SharedExpert | None) -> None:
+    """Raise for an order of gate and up projection that experts do not have."""
+    if up is not None and not gate_first:
+        raise UsageError("gate_first=False is the order within gate_up; up is given by itself")
+    if not gated and not gate_first:
+        raise UsageError("gate_first=False needs gated experts, got gated=False")
+    if not gated and (up is not None or (shared is not None and shared.up is not None)):
+        raise UsageError(
+            "experts without a gate (gated=False) have their up projection as gate_up; leave up out"
+        )
 
 
 def _weighed(x: Any, weights: Any) -> Any:
@@ -297,7 +315,7 @@ def _device(x):
 def _projections(
     x: Any, gates: Any, ups: Any, indptr: Any, rows: Any, biases: tuple[Any, Any]
 ) -> Any:
-    """Return gate and up projections concatenated, (P, 2F)."""
+    """Return gate and up projections concatenated, (P, 2F), or those of `gates` alone."""
     of_gate, of_up = biases
     if ups is None:
         return grouped_matmul(x, gates, indptr, rows=rows, bias=of_gate)
@@ -316,26 +334,26 @@ def _projections(
     return np.concatenate([gate, up], axis=1)
 
 
-def _run_shared(x: Any, shared: SharedExpert, act: Any, out: Any) -> None:
+def _run_shared(x: Any, shared: SharedExpert, act: Any, gated: bool, out: Any) -> None:
     """Write the result of the shared expert to `out`."""
     T, H = x.shape
     check_matrix("shared.gate_up", shared.gate_up, None, H)
     F = shared.gate_up.shape[0]
-    F = F if shared.up is not None else _half("shared.gate_up", F)
+    F = F if shared.up is not None or not gated else _half("shared.gate_up", F)
     check_matrix("shared.down", shared.down, H, F)
     if shared.up is not None:
         check_matrix("shared.up", shared.up, F, H)
     hidden = empty(x, (T, F))
-    act(_shared_projections(x, shared, F), hidden)
+    act(_shared_projections(x, shared, F, gated), hidden)
     _device(x).matmul(hidden, shared.down, None, out)
     if shared.gate is not None:
         check_array("shared.gate", shared.gate, (H,))
         _device(x).scale_rows(x, shared.gate, out)
 
 
-def _shared_projections(x: Any, shared: SharedExpert, F: int) -> Any:
-    """Return gate and up projections of the shared expert concatenated, (T, 2F)."""
-    both = empty(x, (len(x), 2 * F))
+def _shared_projections(x: Any, shared: SharedExpert, F: int, gated: bool) -> Any:
+    """Return gate and up projections of the shared expert concatenated, (T, 2F) or (T, F)."""
+    both = empty(x, (len(x), 2 * F if gated else F))
     if shared.up is None:
         _device(x).matmul(x, shared.gate_up, None, both)
         return both
@@ -346,12 +364,16 @@ def _shared_projections(x: Any, shared: SharedExpert, F: int) -> Any:
     return both
 
 
-def _activation(name: str, x: Any, gate_first: bool) -> Any:
-    """Return the launcher of a gated activation."""
+def _activation(name: str, x: Any, gated: bool, gate_first: bool) -> Any:
+    """Return the launcher of an activation, of gate and up projection or of the latter alone."""
+    kernels = activation_cuda if is_cuda(x) else activation_cpu
+    if not gated:
+        if name not in activation_cpu.ACTIVATIONS:
+            raise unknown_name("activation", name, activation_cpu.ACTIVATIONS)
+        return lambda up, hidden: kernels.elementwise(up, name, hidden)
     if name not in activation_cpu.GATED and swigluoai_limit(name) is None:
         raise unknown_name("activation", name, activation_cpu.GATED)
-    glu = (activation_cuda if is_cuda(x) else activation_cpu).glu
-    return lambda both, hidden: glu(both, name, gate_first, hidden)
+    return lambda both, hidden: kernels.glu(both, name, gate_first, hidden)
 
 
 def _half(name: str, n: int) -> int:

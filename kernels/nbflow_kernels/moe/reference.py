@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,11 +112,11 @@ def moe_combine(
 
 
 def _expert(
-    x: np.ndarray, gate_up: Any, down: Any, up: Any, activation: str, bias: Any = (0.0, 0.0)
+    x: np.ndarray, gate_up: Any, down: Any, up: Any, activate: Any, bias: Any = (0.0, 0.0)
 ) -> np.ndarray:
     """Return the result of one expert for some tokens."""
     both = gate_up if up is None else np.concatenate([gate_up, up])
-    hidden = activation_reference.glu(x @ both.T + bias[0], activation, gate_first=True)
+    hidden = activate(x @ both.T + bias[0])
     result: np.ndarray = hidden @ down.T + bias[1]
     return result
 
@@ -134,6 +135,7 @@ def fused_moe(
     *,
     up: Any = None,
     activation: str = "silu",
+    gated: bool = True,
     gate_first: bool = True,
     shared: Any = None,
     weigh_inputs: bool = False,
@@ -147,10 +149,13 @@ def fused_moe(
         gates = [_swapped(gate.T).T for gate in gates]
         gate_up_bias = None if gate_up_bias is None else _swapped(gate_up_bias)
     ups = [None] * len(gates) if up is None else _matrices(up)
+    activate: Any = getattr(activation_reference, activation, None)
+    if gated:
+        activate = partial(activation_reference.glu, activation=activation, gate_first=True)
     out = np.zeros(x.shape)
     if shared is not None:
         up_too = None if shared.up is None else _dense(shared.up)
-        out += _expert(x, _dense(shared.gate_up), _dense(shared.down), up_too, activation)
+        out += _expert(x, _dense(shared.gate_up), _dense(shared.down), up_too, activate)
         if shared.gate is not None:
             out *= np.array([[1 / (1 + math.exp(-v))] for v in x @ _dense(shared.gate)])
     for t, (weights, ids) in enumerate(zip(topk_weights, topk_ids, strict=True)):
@@ -166,6 +171,6 @@ def fused_moe(
                     )
                 biases = both, last
                 before, behind = (weight, 1.0) if weigh_inputs else (1.0, weight)
-                found = _expert(before * x[t], gates[e], downs[e], ups[e], activation, biases)
+                found = _expert(before * x[t], gates[e], downs[e], ups[e], activate, biases)
                 out[t] += behind * found
     return out

@@ -194,11 +194,11 @@ class _GgufFile(WeightFile):
 
 
 def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata without long arrays, with nested tables and a ``model_type``."""
+    """Return the metadata without the vocabulary, with nested tables and a ``model_type``."""
     config: dict[str, Any] = {}
     for key, value in metadata.items():
-        if isinstance(value, list) and len(value) > 64:
-            continue  # vocabulary, read by the tokenizer
+        if isinstance(value, list) and key.startswith("tokenizer.") and len(value) > 64:
+            continue  # vocabulary, read by the tokenizer; a list of layers may be as long
         *tables, last = key.split(".", _MAX_TABLES)
         table = config
         for name in tables:

@@ -103,8 +103,8 @@ def scale_columns(
         )
     if not experts_can_transform(spec):
         raise UsageError(
-            f"{spec.name}: quantizer 'awq' does not support experts with biases or non-contiguous "
-            "rows; use 'gptq', 'hqq' or 'search'"
+            f"{spec.name}: quantizer 'awq' does not support experts with biases, non-contiguous "
+            "rows or a latent width; use 'gptq', 'hqq' or 'search'"
         )
     search = _Search(spec, file, format_of, statistics)
     if spec.norm_weight:

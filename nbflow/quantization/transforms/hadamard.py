@@ -58,7 +58,9 @@ def rotated_spec(spec: ModelSpec) -> ModelSpec:
         "it has no norm before the head": not spec.final_norm or not spec.head,
         "its head has a transform layer": spec.head_transform,
         "it has recurrent layers or gated attention": not has_plain_mixers(spec),
-        "its experts have biases or non-contiguous rows": not experts_can_transform(spec),
+        "its experts have biases, non-contiguous rows or a latent width": not experts_can_transform(
+            spec
+        ),
     }
     found = [reason for reason, holds in wrong.items() if holds]
     if found:

@@ -7,11 +7,15 @@ from nbflow.spec.model_spec import ModelSpec
 _ATTENTION = ("attn.q", "attn.k", "attn.v")
 _LATENT = ("attn.q", "attn.q_a", "attn.kv_a")
 _INDEXER = ("attn.index_k", "attn.index_weights")
-_FEED_FORWARD = ("ffn.gate", "ffn.up")
 
 
 def experts_can_transform(spec: ModelSpec) -> bool:
-    """Return True if experts can absorb factors and rotations: no biases, contiguous rows."""
+    """Return True if experts can absorb factors and rotations.
+
+    They have no biases, contiguous rows and no projections into another width.
+    """
+    if spec.moe is not None and spec.moe.latent_size:
+        return False
     in_rows = spec.gate_up_layout == "blocks" and not spec.experts_transposed
     return in_rows and "moe.down" not in spec.biases
 
@@ -62,13 +66,17 @@ def _forward(spec: ModelSpec, layer: int) -> list[str]:
     """Return the matrices that read the input of the feed-forward network, including the router."""
     prefix = f"layers.{layer}."
     if not spec.has_experts(layer):
-        dense = _FEED_FORWARD if spec.gated else _FEED_FORWARD[1:]
-        return [f"{prefix}{name}.weight" for name in dense]
+        return [f"{prefix}ffn.{part}.weight" for part in _first_products(spec)]
     assert spec.moe is not None
     names = ["router.weight"]
     for j in range(spec.moe.n_experts):
-        names += [f"moe.{j}.gate.weight", f"moe.{j}.up.weight"]
+        names += [f"moe.{j}.{part}.weight" for part in _first_products(spec)]
     if spec.moe.shared_size:
-        names += ["shared.gate.weight", "shared.up.weight"]
+        names += [f"shared.{part}.weight" for part in _first_products(spec)]
         names += ["shared_gate.weight"] if spec.moe.shared_gate else []
     return [prefix + name for name in names]
+
+
+def _first_products(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the matrices of a feed-forward network that read its input."""
+    return ("gate", "up") if spec.gated else ("up",)

@@ -301,6 +301,21 @@ UP, DOWN = normal(2, 6, 8), normal(2, 8, 3)
             "unknown activation 'tanh'",
         ),
         (lambda: nk.fused_moe(X, UP, DOWN, W, IDS, out=X), UsageError, "out must not overlap x"),
+        (
+            lambda: nk.fused_moe(X, UP, DOWN, W, IDS, up=UP, gated=False),
+            UsageError,
+            "leave up out",
+        ),
+        (
+            lambda: nk.fused_moe(X, UP, DOWN, W, IDS, gated=False, gate_first=False),
+            UsageError,
+            "gate_first=False needs gated experts",
+        ),
+        (
+            lambda: nk.fused_moe(X, UP, DOWN, W, IDS, gated=False, activation="swigluoai"),
+            UsageError,
+            "unknown activation 'swigluoai'",
+        ),
         (lambda: nk.moe_combine(X, W, IDS, accumulate=True), UsageError, "accumulate=True needs"),
         (lambda: nk.moe_combine(X, W, IDS + 2), UsageError, r"inverse must lie in -1\.\.1"),
         (lambda: nk.SegmentGEMMWrapper(np.empty(1)), UsageError, "workspace_buffer must be None"),
