@@ -449,7 +449,8 @@ class Binder:
             nk.fused_moe(
                 x, gates, downs, scores, chosen, up=ups, activation=op.attrs["activation"],
                 weigh_inputs=op.attrs.get("weigh_inputs", False),
-                gate_up_bias=bias.gate, up_bias=bias.up, down_bias=bias.down, out=out,
+                gate_up_bias=bias.gate, up_bias=bias.up, down_bias=bias.down,
+                activations=self.executor.activations, out=out,
             )  # fmt: skip
 
         return PythonOp(op.kind, call)
