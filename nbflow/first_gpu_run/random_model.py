@@ -89,17 +89,16 @@ def write(path: Path, shape: Shape, format: str, n_layers: int | None = None) ->
 def _feed_forward(shape: Shape, layer: str, format: str) -> list[TensorPlan]:
     """Return the plans of a layer's feed-forward network, or of its router and experts."""
     width, ffn = shape.width, shape.ffn_width
-    sizes = (("gate", ffn, width), ("up", ffn, width), ("down", width, ffn))
-    if not shape.n_experts:
-        return [_matrix(f"{layer}.ffn_{name}", *size, format) for name, *size in sizes]
-    router = np.random.default_rng(0).standard_normal((shape.n_experts, width)) / width**0.5
-    return [
-        float32_plan(f"{layer}.ffn_gate_inp.weight", router),
-        *(
-            _matrix(f"{layer}.ffn_{name}_exps", *size, format, shape.n_experts)
-            for name, *size in sizes
-        ),
+    sizes = {"gate": (ffn, width), "up": (ffn, width), "down": (width, ffn)}
+    n, suffix = shape.n_experts, "_exps" if shape.n_experts else ""
+    plans = [
+        _matrix(f"{layer}.ffn_{name}{suffix}", rows, columns, format, n)
+        for name, (rows, columns) in sizes.items()
     ]
+    if n:
+        router = np.random.default_rng(0).standard_normal((n, width)) / width**0.5
+        plans.append(float32_plan(f"{layer}.ffn_gate_inp.weight", router))
+    return plans
 
 
 def _matrix(name: str, rows: int, columns: int, format: str, n_experts: int = 0) -> TensorPlan:
