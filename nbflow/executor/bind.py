@@ -454,7 +454,10 @@ class Binder:
             scores, chosen = nk.moe_routing(router, correction_bias=bias.choice, **options)
             chosen -= np.int32(first)
             chosen[(chosen < 0) | (chosen >= end - first)] = -1  # an expert of another rank
-            nk.fused_moe(x, topk_weights=scores, topk_ids=chosen, out=out, **arguments)
+            nk.fused_moe(
+                x, topk_weights=scores, topk_ids=chosen, activations=self.executor.activations,
+                out=out, **arguments,
+            )  # fmt: skip
 
         return PythonOp(op.kind, call)
 

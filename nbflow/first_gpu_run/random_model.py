@@ -1,4 +1,4 @@
-"""Write a Llama of random weights to a GGUF file, for measuring speed.
+"""Write a Llama or a Qwen 3 with experts of random weights to a GGUF file, for measuring speed.
 
     python -m nbflow.first_gpu_run.random_model 1.1b q4_0 model.gguf
 
@@ -28,7 +28,7 @@ ROWS_MADE = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama."""
+    """Sizes of a Llama, or with experts of a Qwen 3 MoE."""
 
     n_layers: int
     width: int
@@ -37,6 +37,15 @@ class Shape:
     n_kv_heads: int
     vocabulary: int
     context: int
+    n_experts: int = 0
+    """Experts of a layer, each of `ffn_width`; 0 for one feed-forward network."""
+    n_used: int = 0
+    """Experts of a token."""
+
+    @property
+    def architecture(self) -> str:
+        """Name of the architecture in GGUF."""
+        return "qwen3moe" if self.n_experts else "llama"
 
 
 SHAPES = {
@@ -45,9 +54,11 @@ SHAPES = {
     "110m": Shape(12, 768, 2048, 12, 12, 32000, 1024),
     "1.1b": Shape(22, 2048, 5632, 32, 4, 32000, 8192),
     "7b": Shape(32, 4096, 11008, 32, 32, 32000, 4096),
+    "tiny-moe": Shape(1, 64, 32, 2, 1, 300, 64, 8, 2),
+    "3.4b-moe": Shape(8, 2048, 1024, 16, 4, 32000, 4096, 64, 8),
 }
 """A model for the emulated device, stories15M and stories110M of llama2.c, TinyLlama 1.1B, Llama 2
-7B."""
+7B, a model for tests, half the layers of a model with 8 of 64 experts per token (0.5B active)."""
 
 
 def write(path: Path, shape: Shape, format: str, n_layers: int | None = None) -> None:
@@ -61,28 +72,46 @@ def write(path: Path, shape: Shape, format: str, n_layers: int | None = None) ->
             ("attn_k", kv_width, shape.width),
             ("attn_v", kv_width, shape.width),
             ("attn_output", shape.width, shape.width),
-            ("ffn_gate", shape.ffn_width, shape.width),
-            ("ffn_up", shape.ffn_width, shape.width),
-            ("ffn_down", shape.width, shape.ffn_width),
         ):
             tensors.append(_matrix(f"blk.{i}.{name}", rows, columns, format))
-        for name in ("attn_norm", "ffn_norm"):
-            tensors.append(float32_plan(f"blk.{i}.{name}.weight", np.ones(shape.width)))
+        tensors += _feed_forward(shape, f"blk.{i}", format)
+        norms = {"attn_norm": shape.width, "ffn_norm": shape.width}
+        if shape.n_experts:
+            norms |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), shape.width // shape.n_heads)
+        for name, size in norms.items():
+            tensors.append(float32_plan(f"blk.{i}.{name}.weight", np.ones(size)))
     tensors.append(float32_plan("output_norm.weight", np.ones(shape.width)))
     tensors.append(_matrix("output", shape.vocabulary, shape.width, format))
     with path.open("wb") as file:
         write_gguf(file, _metadata(shape, layers), tensors)
 
 
-def _matrix(name: str, rows: int, columns: int, format: str) -> TensorPlan:
-    """Return the plan of a matrix of N(0, 1 / columns) numbers."""
-    blocks = _blocks(columns, format)
+def _feed_forward(shape: Shape, layer: str, format: str) -> list[TensorPlan]:
+    """Return the plans of a layer's feed-forward network, or of its router and experts."""
+    width, ffn = shape.width, shape.ffn_width
+    sizes = {"gate": (ffn, width), "up": (ffn, width), "down": (width, ffn)}
+    n, suffix = shape.n_experts, "_exps" if shape.n_experts else ""
+    plans = [
+        _matrix(f"{layer}.ffn_{name}{suffix}", rows, columns, format, n)
+        for name, (rows, columns) in sizes.items()
+    ]
+    if n:
+        router = np.random.default_rng(0).standard_normal((n, width)) / width**0.5
+        plans.append(float32_plan(f"{layer}.ffn_gate_inp.weight", router))
+    return plans
+
+
+def _matrix(name: str, rows: int, columns: int, format: str, n_experts: int = 0) -> TensorPlan:
+    """Return the plan of a matrix, or of one per expert, of N(0, 1 / columns) numbers."""
+    blocks, shape = _blocks(columns, format), (rows, columns)
 
     def chunks() -> Iterator[bytes]:
-        for row in range(0, rows, ROWS_MADE):
-            yield blocks[: rows - row].tobytes()
+        for _ in range(n_experts or 1):
+            for row in range(0, rows, ROWS_MADE):
+                yield blocks[: rows - row].tobytes()
 
-    return TensorPlan(f"{name}.weight", (rows, columns), format, chunks)
+    whole = (n_experts, *shape) if n_experts else shape
+    return TensorPlan(f"{name}.weight", whole, format, chunks)
 
 
 @functools.cache
@@ -110,12 +139,21 @@ def _metadata(shape: Shape, n_layers: int) -> dict[str, tuple[Kind, Any]]:
         "attention.head_count_kv": shape.n_kv_heads,
         "rope.dimension_count": shape.width // shape.n_heads,
     }
+    if shape.n_experts:
+        numbers |= {
+            "expert_count": shape.n_experts,
+            "expert_used_count": shape.n_used,
+            "expert_feed_forward_length": shape.ffn_width,
+            "attention.key_length": shape.width // shape.n_heads,
+            "attention.value_length": shape.width // shape.n_heads,
+        }
+    name = shape.architecture
     return {
-        "general.architecture": ((STRING,), "llama"),
+        "general.architecture": ((STRING,), name),
         "general.name": ((STRING,), "random"),
-        **{f"llama.{name}": ((U32,), number) for name, number in numbers.items()},
-        "llama.attention.layer_norm_rms_epsilon": ((F32,), 1e-5),
-        "llama.rope.freq_base": ((F32,), 10000.0),
+        **{f"{name}.{key}": ((U32,), number) for key, number in numbers.items()},
+        f"{name}.attention.layer_norm_rms_epsilon": ((F32,), 1e-5),
+        f"{name}.rope.freq_base": ((F32,), 10000.0),
         "tokenizer.ggml.model": ((STRING,), "llama"),
         "tokenizer.ggml.tokens": ((ARRAY, STRING), words),
         "tokenizer.ggml.scores": ((ARRAY, F32), [0.0] * shape.vocabulary),

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
+import nbflow
 from nbflow.first_gpu_run import checks, summary, supervise
 from nbflow.first_gpu_run.__main__ import main
 from nbflow.first_gpu_run.journal import NAME, Journal
@@ -130,6 +131,15 @@ def test_a_random_model(format: str, tmp_path: Path) -> None:
     assert np.std(values) == pytest.approx(128**-0.5, rel=0.05)
     assert (norm.data == 1).all()
     assert len(found) == 3 + 9
+
+
+def test_a_random_model_with_experts(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", SHAPES["tiny-moe"], "q8_0")
+    found = {t.name: t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert found["blk.0.ffn_down_exps.weight"].shape.tolist() == [32, 64, 8]
+    assert found["blk.0.ffn_gate_inp.weight"].shape.tolist() == [64, 8]
+    with nbflow.load(tmp_path / "model.gguf") as model:
+        assert np.isfinite(model.logits([1, 5, 9])).all()
 
 
 def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,11 +120,16 @@ def test_pages_that_sequences_have_in_common_are_read_once(wide, monkeypatch):
                 np.testing.assert_array_equal(rows[sequence].logits[-1], logits)
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "gemma2", "bloom"])
-def test_other_kinds_of_layers(name):
+INT8 = {"weights": "q8", "activations": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("qwen2_moe", {}), ("qwen2_moe", INT8), ("gemma2", {}), ("bloom", {})]
+)
+def test_other_kinds_of_layers(name, options):
     """Experts, windows, soft caps, distance biases: logits of chunks and in batches."""
     ids = np.load(FAMILIES / name / "golden.npz")["ids"].tolist()
-    with nbflow.load(FAMILIES / name, threads=1) as model:
+    with nbflow.load(FAMILIES / name, threads=1, **options) as model:
         whole, other = model.logits(ids), model.logits(ids[5:])
         with model.session() as session:
             a, b = session.begin(), session.begin()

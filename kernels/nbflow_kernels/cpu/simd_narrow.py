@@ -11,6 +11,8 @@ load_pairs1(addr)`                    neighbouring lanes
 `store_fields4 ...(addr, v)`          the reverse; each lane must fit in the width
 `store_pairs4 ...(addr, v)`           the reverse; the odd lanes are ignored
 `store_bf16(addr, v)`                 16 float32 as bfloat16, halves to even, NaN stays NaN
+`half_bits(v)`                        16 float32 rounded to float16: the bits, in int32 lanes
+`from_half_bits(i)`                   the low 16 bits of int32 lanes as float16, widened to float32
 `write_u16 write_u8(addr, i)`         the low 16 or 8 bits of an int
 `keep(v, count)`                      lanes from `count` on become 0
 `choose_odd(even, odd)`               int32 lanes of `even` and, at the odd places, of `odd`
@@ -23,10 +25,10 @@ import functools
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import errors, types
 
 from nbflow_kernels.cpu import interpreter, llvm
-from nbflow_kernels.cpu.float16 import emit_narrow_bf16
+from nbflow_kernels.cpu.float16 import emit_narrow, emit_narrow_bf16, emit_widen
 from nbflow_kernels.cpu.llvm import I8, I16, I32, I64, LANES, constant
 from nbflow_kernels.cpu.simd import f32x16, i32x16
 from nbflow_kernels.cpu.simd_memory import first_lanes
@@ -105,6 +107,30 @@ def store_bf16(typing_context, addr, v):
         return context.get_dummy_value()
 
     return types.none(addr, v), codegen
+
+
+@intrinsic
+def half_bits(typing_context, v):
+    """Return the bits of 16 float32 rounded to float16, halves to even, in int32 lanes."""
+    if v != f32x16:
+        raise errors.TypingError(f"simd_narrow.half_bits: wanted a vector of float32, got {v}")
+
+    def codegen(context, builder, signature, args):
+        return builder.zext(emit_narrow(builder, args[0]), i32x16.llvm)
+
+    return i32x16(v), codegen
+
+
+@intrinsic
+def from_half_bits(typing_context, bits):
+    """Return the low 16 bits of int32 lanes as float16, widened to float32."""
+    if bits != i32x16:
+        raise errors.TypingError(f"simd_narrow.from_half_bits: wanted int32 lanes, got {bits}")
+
+    def codegen(context, builder, signature, args):
+        return emit_widen(builder, builder.trunc(args[0], llvm.vector(I16)), "f16")
+
+    return f32x16(bits), codegen
 
 
 def _make_write(name: str, element: Any) -> Any:

@@ -7,16 +7,17 @@ runs them in one parallel region, so the load is balanced however the rows are d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import not_capturable, parallel_for, together
+from nbflow_kernels.cpu.parallel_for import in_order, not_capturable, parallel_for, together
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cpu as float_cpu
 from nbflow_kernels.quantized_matmul import cpu as quant_cpu
+from nbflow_kernels.quantized_matmul.int8_activations import ROWS, Int8Rows
 
 _NO_BIAS = np.zeros(0, np.float32)
 
@@ -53,24 +54,45 @@ def grouped(
     indptr: NDArray[np.int32],
     bias: NDArray[np.float32] | None,
     out: NDArray[np.float32],
+    activations: str = "f32",
 ) -> None:
     """See `nbflow_kernels.grouped_matmul`; `matrices` has one for each segment of `indptr`."""
     not_capturable()  # the calls depend on the values of `indptr`
     edges = indptr.tolist()
+    used = [i for i in range(len(matrices)) if edges[i] < edges[i + 1]]
+    rows = None
+    if activations == "int8" and any(_is_block_quantized(matrices[i]) for i in used):
+        rows = Int8Rows.empty(len(x) + ROWS, x.shape[1])  # see `Int8Rows.part`
+        with in_order():
+            quant_cpu.quantize_activations(x, rows)
     with together():
-        for i, w in enumerate(matrices):
-            if edges[i] < edges[i + 1]:
-                part = slice(edges[i], edges[i + 1])
-                matmul(x[part], w, None if bias is None else bias[i], out[part])
+        for i in used:
+            part, w = slice(edges[i], edges[i + 1]), matrices[i]
+            added = None if bias is None else bias[i]
+            if rows is not None and _is_block_quantized(w):
+                some = rows.part(part.start, part.stop)
+                quant_cpu.matmul_int8(some, w, added, False, out[part])
+            else:
+                matmul(x[part], w, added, out[part], bf16=activations == "bf16")
     out[edges[-1] :] = 0.0
 
 
+def _is_block_quantized(w: Matrix) -> TypeGuard[QuantTensor]:
+    """Return True for weights that int8 activations can multiply."""
+    return isinstance(w, QuantTensor) and not w.is_float
+
+
 def matmul(
-    x: NDArray[np.float32], w: Matrix, bias: NDArray[np.float32] | None, out: NDArray[np.float32]
+    x: NDArray[np.float32],
+    w: Matrix,
+    bias: NDArray[np.float32] | None,
+    out: NDArray[np.float32],
+    *,
+    bf16: bool = False,
 ) -> None:
-    """Multiply by a float or quantized matrix."""
+    """Multiply by a float or quantized matrix; the second rounded to bfloat16 if `bf16`."""
     if isinstance(w, QuantTensor):
-        quant_cpu.matmul(x, w, bias, False, out)
+        quant_cpu.matmul(x, w, bias, False, out, bf16=bf16)
     else:
         float_cpu.matmul(x, w, bias, False, out)
 

@@ -16,7 +16,12 @@ from nbflow_kernels.cpu.parallel_for import together
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.moe import cpu, cuda
-from nbflow_kernels.moe.grouped_matmul import check_matrix, grouped_matmul, list_matrices
+from nbflow_kernels.moe.grouped_matmul import (
+    check_activations,
+    check_matrix,
+    grouped_matmul,
+    list_matrices,
+)
 from nbflow_kernels.moe.routing import moe_permute
 
 
@@ -148,6 +153,7 @@ def fused_moe(
     gate_up_bias: NDArray[np.float32] | None = None,
     up_bias: NDArray[np.float32] | None = None,
     down_bias: NDArray[np.float32] | None = None,
+    activations: str = "f32",
     out: NDArray[np.float32] | None = None,
 ) -> Any:
     r"""Run a feed-forward layer of experts.
@@ -194,6 +200,8 @@ def fused_moe(
         Biases of `up`.
     down_bias : array of float32, shape (E, H), optional
         Biases of the down projections.
+    activations : {"f32", "bf16", "int8"}
+        Arithmetic of quantized experts, as of `grouped_matmul`; the shared expert has float32's.
     out : array of float32, shape (T, H), optional
         Where to write the result; it must not overlap `x`.
 
@@ -205,7 +213,8 @@ def fused_moe(
     Raises
     ------
     UsageError
-        If shapes do not fit or an id is out of range.
+        If shapes do not fit, an id is out of range, or `activations` is unknown or does not suit
+        the device.
     TypeError
         If an array has another dtype.
 
@@ -234,6 +243,7 @@ def fused_moe(
     array([[2.5, 2.5]], dtype=float32)
     """
     check_array("x", x, (None, None))
+    check_activations(activations, x)
     check_together(x=x, topk_weights=topk_weights, topk_ids=topk_ids, out=out)
     T, H = x.shape
     check_array("topk_weights", topk_weights, (T, None))
@@ -255,8 +265,8 @@ def fused_moe(
         raise UsageError("up_bias goes with up; without it gate_up_bias has the biases of both")
     check_together(x=x, gate_up_bias=gate_up_bias, up_bias=up_bias, down_bias=down_bias)
     widths = {"gate_up_bias": gates[0].shape[0], "up_bias": F, "down_bias": H}
-    biases = (gate_up_bias, up_bias, down_bias)
-    for (name, width), bias in zip(widths.items(), biases, strict=True):
+    given = (gate_up_bias, up_bias, down_bias)
+    for (name, width), bias in zip(widths.items(), given, strict=True):
         if bias is not None:
             check_array(name, bias, (len(gates), width))
     out = output_array(x, (T, H), out)
@@ -267,8 +277,9 @@ def fused_moe(
     rows, indptr, inverse = moe_permute(ids, len(gates))
     inverse = inverse.reshape(topk_ids.shape)
     hidden = empty(x, (len(rows), F))
-    act(_projections(routed, gate_up, up, indptr, rows, (gate_up_bias, up_bias)), hidden)
-    y = grouped_matmul(hidden, down, indptr, bias=down_bias)
+    biases = gate_up_bias, up_bias
+    act(_projections(routed, gate_up, up, indptr, rows, biases, activations), hidden)
+    y = grouped_matmul(hidden, down, indptr, bias=down_bias, activations=activations)
     if shared is not None:
         _run_shared(x, shared, _activation(activation, x, gated, True), gated, out)
     _device(x).combine(y, topk_weights, inverse, shared is not None, out)
@@ -313,12 +324,18 @@ def _device(x):
 
 
 def _projections(
-    x: Any, gates: Any, ups: Any, indptr: Any, rows: Any, biases: tuple[Any, Any]
+    x: Any,
+    gates: Any,
+    ups: Any,
+    indptr: Any,
+    rows: Any,
+    biases: tuple[Any, Any],
+    activations: str,
 ) -> Any:
     """Return gate and up projections concatenated, (P, 2F), or those of `gates` alone."""
     of_gate, of_up = biases
     if ups is None:
-        return grouped_matmul(x, gates, indptr, rows=rows, bias=of_gate)
+        return grouped_matmul(x, gates, indptr, rows=rows, bias=of_gate, activations=activations)
     F = list_matrices("gate_up", gates, x.shape[1])[1]
     P = len(x) if rows is None else len(rows)
     if is_cuda(x):
@@ -329,8 +346,9 @@ def _projections(
     x = x if rows is None else x[rows]
     gate, up = np.empty((P, F), np.float32), np.empty((P, F), np.float32)
     with together():
-        cpu.grouped(x, list_matrices("gate_up", gates, x.shape[1])[0], indptr, of_gate, gate)
-        cpu.grouped(x, list_matrices("up", ups, x.shape[1])[0], indptr, of_up, up)
+        for name, some, bias, out in (("gate_up", gates, of_gate, gate), ("up", ups, of_up, up)):
+            matrices = list_matrices(name, some, x.shape[1])[0]
+            cpu.grouped(x, matrices, indptr, bias, out, activations)
     return np.concatenate([gate, up], axis=1)
 
 

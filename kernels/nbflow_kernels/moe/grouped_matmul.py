@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.arrays import check_array, check_together, is_cuda, output_array
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.moe import cpu, cuda
+from nbflow_kernels.quantized_matmul import ACTIVATIONS
 
 DTYPES = (np.float32, np.float16, np.uint16)
 
@@ -23,6 +24,7 @@ def grouped_matmul(
     *,
     rows: NDArray[np.int32] | None = None,
     bias: NDArray[np.float32] | None = None,
+    activations: str = "f32",
     out: NDArray[np.float32] | None = None,
 ) -> Any:
     r"""Multiply each segment of rows by the transpose of its own weight matrix.
@@ -44,6 +46,9 @@ def grouped_matmul(
         default row r for row r.
     bias : array of float32, shape (E, N), optional
         Added to the rows of each segment.
+    activations : {"f32", "bf16", "int8"}
+        Arithmetic of quantized matrices, as of `qmatmul`; "int8" leaves float formats at "f32".
+        Arrays are multiplied in float32, and on a CUDA device only "f32" is allowed.
     out : array of float32, shape (P, N), optional
         Where to write the result; it must not overlap `x`.
 
@@ -55,8 +60,8 @@ def grouped_matmul(
     Raises
     ------
     UsageError
-        If the shapes do not fit, or `indptr` or `rows` are out of range, which is not checked
-        on a CUDA device.
+        If the shapes do not fit, `activations` is unknown or does not suit the device, or `indptr`
+        or `rows` are out of range, which is not checked on a CUDA device.
     TypeError
         If an array has another dtype or `weights` another type.
 
@@ -80,6 +85,7 @@ def grouped_matmul(
            [3.],
            [6.]], dtype=float32)
     """
+    check_activations(activations, x)
     matrices, N = list_matrices("weights", weights, x.shape[-1])
     check_together(x=x, weights=matrices[0], indptr=indptr, rows=rows, bias=bias, out=out)
     check_array("x", x, (None, None))
@@ -100,8 +106,19 @@ def grouped_matmul(
         if P and (rows.min() < 0 or rows.max() >= len(x)):
             raise UsageError(f"rows must lie in 0..{len(x) - 1}, got {rows.min()}..{rows.max()}")
         x = x[rows]
-    cpu.grouped(x, matrices, indptr, bias, out)
+    cpu.grouped(x, matrices, indptr, bias, out, activations)
     return out
+
+
+def check_activations(activations: str, x: Any) -> None:
+    """Raise unless grouped products on the device of `x` have this arithmetic."""
+    if activations not in ACTIVATIONS:
+        raise unknown_name("kind of activations", activations, ACTIVATIONS)
+    if activations != "f32" and is_cuda(x):
+        raise UsageError(
+            f"activations={activations!r} needs arrays in host memory; on a CUDA device grouped "
+            "products take activations='f32'"
+        )
 
 
 def list_matrices(name: str, weights: Any, K: int) -> tuple[Sequence[Any], int]:

@@ -78,16 +78,46 @@ def _matrices(weights: Any) -> list[np.ndarray]:
     return list(_dense(weights))
 
 
+def _rounded(x: np.ndarray, weights: Any, e: int, activations: str) -> np.ndarray:
+    """Return activations as expert `e` of quantized weights reads them."""
+    w = weights if isinstance(weights, QuantTensor) else weights[e]
+    if isinstance(w, QuantTensor) and activations == "bf16":
+        return quant_reference.to_bf16(x)
+    if isinstance(w, QuantTensor) and activations == "int8" and not w.is_float:
+        return quant_reference.int8_values(x.astype(np.float32))
+    return x
+
+
+def _experts(weights: Any, activations: str) -> list[np.ndarray]:
+    """Return the matrices; "bf16" rounds quantized ones."""
+    matrices = _matrices(weights)
+    if activations != "bf16":
+        return matrices
+    stored = [weights] * len(matrices) if isinstance(weights, QuantTensor) else weights
+    return [
+        quant_reference.to_bf16(dense) if isinstance(w, QuantTensor) else dense
+        for w, dense in zip(stored, matrices, strict=True)
+    ]
+
+
 def grouped_matmul(
-    x: np.ndarray, weights: Any, indptr: np.ndarray, *, rows: Any = None, bias: Any = None
+    x: np.ndarray,
+    weights: Any,
+    indptr: np.ndarray,
+    *,
+    rows: Any = None,
+    bias: Any = None,
+    activations: str = "f32",
 ) -> np.ndarray:
     """See `nbflow_kernels.grouped_matmul`."""
     x = x if rows is None else x[rows]
-    matrices = _matrices(weights)
+    matrices = _experts(weights, activations)
     y = np.zeros((len(x), matrices[0].shape[0]))
     for e, w in enumerate(matrices):
         part = slice(indptr[e], indptr[e + 1])
-        y[part] = x[part] @ w.T + (0.0 if bias is None else bias[e])
+        y[part] = _rounded(x[part], weights, e, activations) @ w.T + (
+            0.0 if bias is None else bias[e]
+        )
     return y
 
 
@@ -111,13 +141,10 @@ def moe_combine(
     return out
 
 
-def _expert(
-    x: np.ndarray, gate_up: Any, down: Any, up: Any, activate: Any, bias: Any = (0.0, 0.0)
-) -> np.ndarray:
-    """Return the result of one expert for some tokens."""
+def _expert(x: np.ndarray, gate_up: Any, down: Any, up: Any, activate: Any) -> np.ndarray:
+    """Return the result of the shared expert for some tokens."""
     both = gate_up if up is None else np.concatenate([gate_up, up])
-    hidden = activate(x @ both.T + bias[0])
-    result: np.ndarray = hidden @ down.T + bias[1]
+    result: np.ndarray = activate(x @ both.T) @ down.T
     return result
 
 
@@ -142,13 +169,14 @@ def fused_moe(
     gate_up_bias: np.ndarray | None = None,
     up_bias: np.ndarray | None = None,
     down_bias: np.ndarray | None = None,
+    activations: str = "f32",
 ) -> np.ndarray:
-    """See `nbflow_kernels.fused_moe`."""
-    gates, downs = _matrices(gate_up), _matrices(down)
+    """See `nbflow_kernels.fused_moe`; gate and up have one kind of weights."""
+    gates, downs = _experts(gate_up, activations), _experts(down, activations)
     if not gate_first:
         gates = [_swapped(gate.T).T for gate in gates]
         gate_up_bias = None if gate_up_bias is None else _swapped(gate_up_bias)
-    ups = [None] * len(gates) if up is None else _matrices(up)
+    ups = [None] * len(gates) if up is None else _experts(up, activations)
     activate: Any = getattr(activation_reference, activation, None)
     if gated:
         activate = partial(activation_reference.glu, activation=activation, gate_first=True)
@@ -171,6 +199,9 @@ def fused_moe(
                     )
                 biases = both, last
                 before, behind = (weight, 1.0) if weigh_inputs else (1.0, weight)
-                found = _expert(before * x[t], gates[e], downs[e], ups[e], activate, biases)
+                token = _rounded(before * x[t : t + 1], gate_up, e, activations)
+                both_weights = gates[e] if up is None else np.concatenate([gates[e], ups[e]])
+                hidden = activate(token @ both_weights.T + biases[0])
+                found = _rounded(hidden, down, e, activations)[0] @ downs[e].T + biases[1]
                 out[t] += behind * found
     return out

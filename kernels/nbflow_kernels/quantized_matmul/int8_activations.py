@@ -74,6 +74,17 @@ class Int8Rows:
             n_rows, self.codes[:rows], self.scales[:rows], self.sums[:rows], self.half_sums[:rows]
         )
 
+    def part(self, start: int, stop: int) -> Int8Rows:
+        """Return a view of rows [start, stop).
+
+        The arrays must have `ROWS` more rows than are in use: a register tile may read, and ignore,
+        those behind the part.
+        """
+        return Int8Rows(
+            stop - start, self.codes[start:], self.scales[start:], self.sums[start:],
+            self.half_sums[start:],
+        )  # fmt: skip
+
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""

@@ -76,6 +76,7 @@ def _assert_same(found: np.ndarray, wanted: np.ndarray) -> None:
         "shuffle",
         "compare",
         "narrow",
+        "double",
         "accumulators",
     ],
 )

@@ -19,6 +19,7 @@ from nbflow_kernels.cpu import (
     register_tiles_int8,
     simd,
     simd_compare,
+    simd_double,
     simd_int8,
     simd_memory,
     simd_narrow,
@@ -248,6 +249,18 @@ def use_compare(f, i, b, out):  # type: ignore[no-untyped-def]
 
 
 @jit.kernel
+def use_double(f, i, b, out):  # type: ignore[no-untyped-def]
+    x, y = simd_double.widen(simd.load_f32(f)), simd_double.widen(simd.load_f32(f + 64))
+    third = simd_double.div(x, simd_double.splat(3.0))
+    product = simd_double.mul(third, y)
+    rest = simd_double.sub(simd_double.splat(0.0), product)
+    simd.store_f32(out, simd_double.narrow(simd_double.fma(third, y, rest)))  # the rounding error
+    simd.store_f32(out + 64, simd_double.narrow(simd_double.add(product, x)))
+    simd.store_f32(out + 128, simd_double.narrow(simd_double.rint(third)))
+    simd.store_f32(out + 192, simd_double.narrow(simd_double.where_less(x, y, third, y)))
+
+
+@jit.kernel
 def use_narrow(f, i, b, out):  # type: ignore[no-untyped-def]
     simd.store_i32(out, simd_narrow.load_fields4(b + 1))
     simd.store_i32(out + 64, simd_narrow.load_fields2(b + 1))
@@ -265,6 +278,8 @@ def use_narrow(f, i, b, out):  # type: ignore[no-untyped-def]
     simd.store_i32(out + 512, simd_shuffle.swap_pairs(n))
     simd.store_i32(out + 576, simd_narrow.choose_odd(n, m))
     simd_narrow.store_bf16(out + 640, x)
+    simd.store_i32(out + 1280, simd_narrow.half_bits(x))
+    simd.store_f32(out + 1344, simd_narrow.from_half_bits(n))
     simd_narrow.write_u16(out + 700, simd_memory.read_i32(i))
     simd_narrow.write_u8(out + 702, simd_memory.read_i32(i + 4))
     for count in range(3):

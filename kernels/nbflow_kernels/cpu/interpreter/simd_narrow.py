@@ -53,6 +53,17 @@ def store_bf16(addr: Any, v: Vector) -> None:
     write(addr, f32_to_bf16(v))
 
 
+def half_bits(v: Vector) -> Vector:
+    """Return the bits of float32 rounded to float16."""
+    with np.errstate(over="ignore"):
+        return v.astype(np.float16).view(np.uint16).astype(np.int32)
+
+
+def from_half_bits(bits: Vector) -> Vector:
+    """Return the low 16 bits as float16, widened."""
+    return bits.astype(np.uint16).view(np.float16).astype(np.float32)
+
+
 def write_u16(addr, value):
     """Write the low 16 bits of an integer."""
     write(addr, np.array([int(value) & 0xFFFF], np.uint16))

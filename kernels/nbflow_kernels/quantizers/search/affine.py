@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels.cpu import jit, simd, simd_memory, simd_narrow
+from nbflow_kernels.cpu import jit, simd, simd_double, simd_narrow
 from nbflow_kernels.cpu.simd import LANES
 from nbflow_kernels.cpu.simd_compare import absolute, any_lane, choose, clamp, less
 from nbflow_kernels.formats.affine_format import F16_SCALE, U8_PAIR
@@ -34,9 +34,8 @@ SIGN = 0x8000  # of a float16
 # least squares fit
 (
     BASE, SCALE, INVERSE, BASE_BITS, SCALE_BITS, BEST_BASE, BEST_SCALE, BEST_BASE_BITS,
-    BEST_SCALE_BITS, BEST_ERROR, ORIGIN, NORM, EXTENT, SUM_Q, SUM_QQ, SUM_UQ, SUM_W, SUM_U,
-    HALVES, N_VECTORS,
-) = range(20)  # fmt: skip
+    BEST_SCALE_BITS, BEST_ERROR, ORIGIN, NORM, EXTENT, SUM_W, SUM_U, N_VECTORS,
+) = range(16)  # fmt: skip
 
 
 # ---- sums over the block ------------------------------------------------------------------------
@@ -144,7 +143,7 @@ def _constant_sums(x, size):
 
 # ---- stored parameters --------------------------------------------------------------------------
 #
-# `v` is the address of the vectors behind the panels, `rows` (N_VECTORS, 16) the same as an array.
+# `v` is the address of the vectors behind the panels.
 
 
 @jit.device_function(strict=True)
@@ -156,10 +155,7 @@ def _values(v, k, parameters, is_base):
         if is_base:
             return simd.sub(simd.div(number, simd.splat(100)), simd.splat(1))
         return simd.div(number, simd.splat(1000))
-    for lane in range(LANES):
-        address = v + k * VECTOR + 4 * lane
-        simd_narrow.write_u16(v + HALVES * VECTOR + 2 * lane, simd_memory.read_i32(address))
-    return simd.load_f16(v + HALVES * VECTOR)
+    return simd_narrow.from_half_bits(bits)
 
 
 @jit.device_function(strict=True)
@@ -171,54 +167,69 @@ def _round(v, k, bits, parameters, is_base):
     if parameters == U8_PAIR:
         simd.store_i32(v + bits * VECTOR, simd.to_i32(simd.load_f32(v + k * VECTOR)))
     else:
-        simd_memory.store_f16(v + HALVES * VECTOR, simd.load_f32(v + k * VECTOR))
-        wide = simd.as_i32(simd.load_bf16(v + HALVES * VECTOR))
-        simd.store_i32(v + bits * VECTOR, simd.shr(wide, simd.splat_i32(16)))
+        value = simd.load_f32(v + k * VECTOR)
+        simd.store_i32(v + bits * VECTOR, simd_narrow.half_bits(value))
     simd.store_f32(v + k * VECTOR, _values(v, bits, parameters, is_base))
 
 
-@jit.device_function
-def _steps(value, parameters, is_base):
-    """Return a parameter within the storable range, in steps if it is stored in one byte."""
+@jit.device_function(strict=True)
+def _store_steps(v, k, value, parameters, is_base):
+    """Write float64 parameters to vector `k`, clamped to the storable range, as `_round` takes."""
+    low, high = -F16_MAX, F16_MAX
     if parameters == U8_PAIR:
-        steps = 100.0 * value + 100.0 if is_base else 1000.0 * value
-        return min(max(np.rint(steps), 0.0), 255.0)
-    return min(max(value, -F16_MAX), F16_MAX)
+        low, high = 0.0, 255.0
+        steps = simd_double.splat(100.0)
+        if is_base:
+            value = simd_double.fma(value, steps, steps)
+        else:
+            value = simd_double.mul(value, simd_double.splat(1000.0))
+        value = simd_double.rint(value)
+    low_v, high_v = simd_double.splat(low), simd_double.splat(high)
+    value = simd_double.where_less(value, low_v, low_v, value)
+    value = simd_double.where_less(high_v, value, high_v, value)
+    simd.store_f32(v + k * VECTOR, simd_double.narrow(value))
 
 
-@jit.device_function
-def _fit(v, rows, size, low, high, parameters, symmetric):
+@jit.device_function(strict=True)
+def _wide(v, k):
+    """Return vector `k` as float64."""
+    return simd_double.widen(simd.load_f32(v + k * VECTOR))
+
+
+@jit.device_function(strict=True)
+def _minus_product(a, b, c):
+    """Return c - a * b in float64, with one rounding."""
+    return simd_double.fma(simd_double.sub(simd_double.splat(0.0), a), b, c)
+
+
+@jit.device_function(strict=True)
+def _fit(v, size, low, high, parameters, symmetric):
     """Write the stored least squares base and scale for the codes of BASE and INVERSE.
 
     The base is fitted to the rounded scale; without any weight it is arbitrary.
     """
-    at = v - 3 * size * VECTOR
     sums = _sums(
-        at, size, simd.load_f32(v + BASE * VECTOR), simd.load_f32(v + INVERSE * VECTOR),
-        simd.splat(low), simd.splat(high),
+        v - 3 * size * VECTOR, size, simd.load_f32(v + BASE * VECTOR),
+        simd.load_f32(v + INVERSE * VECTOR), simd.splat(low), simd.splat(high),
     )  # fmt: skip
-    for i in range(3):
-        simd.store_f32(v + (SUM_Q + i) * VECTOR, sums[i])
-    for lane in range(LANES):
-        sum_q, sum_qq = np.float64(rows[SUM_Q, lane]), np.float64(rows[SUM_QQ, lane])
-        sum_uq, count = np.float64(rows[SUM_UQ, lane]), np.float64(rows[SUM_W, lane])
-        if symmetric:
-            above, below = sum_uq, sum_qq
-        else:
-            above = count * sum_uq - sum_q * np.float64(rows[SUM_U, lane])
-            below = count * sum_qq - sum_q * sum_q
-        slope = above / (below if below > 0 else 1.0)
-        slope = max(slope if below > 0 else 0.0, 0.0)
-        rows[SCALE, lane] = _steps(slope / rows[NORM, lane], parameters, False)
+    zero, one = simd_double.splat(0.0), simd_double.splat(1.0)
+    sum_q, above = simd_double.widen(sums[0]), simd_double.widen(sums[2])
+    below = simd_double.widen(sums[1])
+    count, sum_u, norm = _wide(v, SUM_W), _wide(v, SUM_U), _wide(v, NORM)
+    if not symmetric:
+        minus_q = simd_double.sub(zero, sum_q)
+        above = simd_double.fma(count, above, simd_double.mul(minus_q, sum_u))
+        below = simd_double.fma(count, below, simd_double.mul(minus_q, sum_q))
+    slope = simd_double.div(above, simd_double.where_less(zero, below, below, one))
+    slope = simd_double.where_less(zero, below, slope, zero)
+    slope = simd_double.where_less(slope, zero, zero, slope)
+    _store_steps(v, SCALE, simd_double.div(slope, norm), parameters, False)
     _round(v, SCALE, SCALE_BITS, parameters, False)
     if symmetric:
         return
-    for lane in range(LANES):
-        count, mean_u = np.float64(rows[SUM_W, lane]), np.float64(rows[SUM_U, lane])
-        mean = mean_u / rows[NORM, lane]
-        mean = mean - np.float64(rows[SCALE, lane]) * np.float64(rows[SUM_Q, lane])
-        mean = np.float64(rows[ORIGIN, lane]) + mean / (count if count > 0 else 1.0)
-        rows[BASE, lane] = _steps(mean, parameters, True)
+    mean = _minus_product(_wide(v, SCALE), sum_q, simd_double.div(sum_u, norm))
+    mean = simd_double.div(mean, simd_double.where_less(zero, count, count, one))
+    _store_steps(v, BASE, simd_double.add(_wide(v, ORIGIN), mean), parameters, True)
     _round(v, BASE, BASE_BITS, parameters, True)
 
 
@@ -291,36 +302,36 @@ def _prepare(v, size, parameters, symmetric):
     simd.store_f32(v + BASE * VECTOR, base)
 
 
-@jit.device_function
-def _clipped_ranges(v, rows, size, low, high, parameters, symmetric):
+@jit.device_function(strict=True)
+def _clipped_ranges(v, size, low, high, parameters, symmetric):
     """Fit the range of each block, clipped at either end."""
     n_steps = np.float32(high) if symmetric else np.float32(high - low)
+    zero, one = simd_double.splat(0.0), simd_double.splat(1.0)
     for i in range(GRID):
         for j in range(1 if symmetric else GRID):
             a, c = np.float32(CLIP * i), np.float32(0.0 if symmetric else CLIP * j)
             share = 1.0 - np.float64((a + c) / n_steps)
-            for lane in range(LANES):
-                step = rows[EXTENT, lane] / n_steps
-                width = np.float64(step) * share
-                inverse = 1.0 / (width if width > 0 else 1.0)
-                rows[INVERSE, lane] = inverse if width > 0 else 0.0
+            step = simd.div(simd.load_f32(v + EXTENT * VECTOR), simd.splat(n_steps))
+            width = simd_double.mul(simd_double.widen(step), simd_double.splat(share))
+            inverse = simd_double.div(one, simd_double.where_less(zero, width, width, one))
+            inverse = simd_double.where_less(zero, width, inverse, zero)
+            simd.store_f32(v + INVERSE * VECTOR, simd_double.narrow(inverse))
             start = simd.load_f32(v + ORIGIN * VECTOR)
             if not symmetric:
-                step = simd.div(simd.load_f32(v + EXTENT * VECTOR), simd.splat(n_steps))
                 start = simd.fma(simd.splat(a), step, start)
             simd.store_f32(v + BASE * VECTOR, start)
-            _fit(v, rows, size, low, high, parameters, symmetric)
+            _fit(v, size, low, high, parameters, symmetric)
             _try(v, size, low, high)
 
 
-@jit.device_function
-def _refine(v, rows, size, low, high, parameters, symmetric):
+@jit.device_function(strict=True)
+def _refine(v, size, low, high, parameters, symmetric):
     """Fit the best parameters again, then try their neighbours among the storable ones."""
     for _ in range(REFINEMENTS):
         simd.store_f32(v + BASE * VECTOR, simd.load_f32(v + BEST_BASE * VECTOR))
         inverse = _reciprocal(simd.load_f32(v + BEST_SCALE * VECTOR))
         simd.store_f32(v + INVERSE * VECTOR, inverse)
-        _fit(v, rows, size, low, high, parameters, symmetric)
+        _fit(v, size, low, high, parameters, symmetric)
         if not _try(v, size, low, high):
             break
     base_bits = simd.load_i32(v + BEST_BASE_BITS * VECTOR)
@@ -340,13 +351,13 @@ def _refine(v, rows, size, low, high, parameters, symmetric):
             _try(v, size, low, high)
 
 
-@jit.device_function
-def _replace_failed(v, rows, low, high, parameters, symmetric, found):
+@jit.device_function(strict=True)
+def _replace_failed(v, low, high, parameters, symmetric, found):
     """Store the published range in the lanes without the mask `found`, as far as possible."""
     n_steps = np.float32(high) if symmetric else np.float32(high - low)
-    for lane in range(LANES):
-        rows[SCALE, lane] = _steps(rows[EXTENT, lane] / n_steps, parameters, False)
-        rows[BASE, lane] = _steps(rows[ORIGIN, lane], parameters, True)
+    step = simd.div(simd.load_f32(v + EXTENT * VECTOR), simd.splat(n_steps))
+    _store_steps(v, SCALE, simd_double.widen(step), parameters, False)
+    _store_steps(v, BASE, _wide(v, ORIGIN), parameters, True)
     _round(v, SCALE, SCALE_BITS, parameters, False)
     _round(v, BASE, BASE_BITS, parameters, True)
     for i in range(2):
@@ -356,17 +367,17 @@ def _replace_failed(v, rows, low, high, parameters, symmetric, found):
         simd.store_i32(kept, choose(found, simd.load_i32(kept), simd.load_i32(other)))
 
 
-@jit.device_function
-def _search_panel(v, rows, size, low, high, parameters):
+@jit.device_function(strict=True)
+def _search_panel(v, size, low, high, parameters):
     """Search for the parameters of 16 blocks and choose their codes, from 0."""
     symmetric = parameters == F16_SCALE
     _prepare(v, size, parameters, symmetric)
     _try(v, size, low, high)
-    _clipped_ranges(v, rows, size, low, high, parameters, symmetric)
+    _clipped_ranges(v, size, low, high, parameters, symmetric)
     # near float32's largest number the error cannot be computed
     found = less(simd.load_f32(v + BEST_ERROR * VECTOR), simd.splat(np.inf))
-    _refine(v, rows, size, low, high, parameters, symmetric)
-    _replace_failed(v, rows, low, high, parameters, symmetric, found)
+    _refine(v, size, low, high, parameters, symmetric)
+    _replace_failed(v, low, high, parameters, symmetric, found)
     base, scale = simd.load_f32(v + BEST_BASE * VECTOR), simd.load_f32(v + BEST_SCALE * VECTOR)
     inverse = _reciprocal(scale)
     low_v, high_v = simd.splat(low), simd.splat(high)
@@ -386,9 +397,8 @@ def search(x, weight, blocks, low, high, parameters, codes, stored, start, stop)
     """
     size = x.shape[1]
     scratch = np.zeros((3 * size + N_VECTORS, LANES), np.float32)
-    rows = scratch[3 * size :]
     v = simd.address(scratch) + 3 * size * VECTOR
-    bits = rows.view(np.int32)
+    bits = scratch[3 * size :].view(np.int32)
     for group in range(start, stop):
         first = LANES * group
         used = min(LANES, len(x) - first)
@@ -402,7 +412,7 @@ def search(x, weight, blocks, low, high, parameters, codes, stored, start, stop)
                 bits[SCALE_BITS, lane] ^= SIGN
                 for i in range(size):
                     scratch[i, lane] = -scratch[i, lane]
-        _search_panel(v, rows, size, low, high, parameters)
+        _search_panel(v, size, low, high, parameters)
         simd_panel.store_panel(scratch[:size], first, codes)
         for lane in range(used):
             sign = stored[first + lane, 1] & SIGN if parameters == F16_SCALE else 0
