@@ -278,8 +278,13 @@ def fused_moe(
     inverse = inverse.reshape(topk_ids.shape)
     hidden = empty(x, (len(rows), F))
     biases = gate_up_bias, up_bias
-    act(_projections(routed, gate_up, up, indptr, rows, biases, activations), hidden)
-    y = grouped_matmul(hidden, down, indptr, bias=down_bias, activations=activations)
+    if is_cuda(x):
+        act(_projections_cuda(routed, gate_up, up, indptr, rows, biases), hidden)
+        y = grouped_matmul(hidden, down, indptr, bias=down_bias)
+    else:  # with the lists, which are checked
+        act(_projections(routed[rows], gates, ups, indptr, biases, activations), hidden)
+        y = np.empty((len(rows), H), np.float32)
+        cpu.grouped(hidden, downs, indptr, down_bias, y, activations)
     if shared is not None:
         _run_shared(x, shared, _activation(activation, x, gated, True), gated, out)
     _device(x).combine(y, topk_weights, inverse, shared is not None, out)
@@ -324,32 +329,30 @@ def _device(x):
 
 
 def _projections(
-    x: Any,
-    gates: Any,
-    ups: Any,
-    indptr: Any,
-    rows: Any,
-    biases: tuple[Any, Any],
-    activations: str,
+    x: Any, gates: Any, ups: Any, indptr: Any, biases: tuple[Any, Any], activations: str
+) -> Any:
+    """Return gate and up projections concatenated, (P, 2F), of rows in order of experts."""
+    outs = []
+    with together():
+        for matrices, bias in zip((gates, ups), biases, strict=True):
+            if matrices is not None:
+                outs.append(np.empty((len(x), matrices[0].shape[0]), np.float32))
+                cpu.grouped(x, matrices, indptr, bias, outs[-1], activations)
+    return outs[0] if ups is None else np.concatenate(outs, axis=1)
+
+
+def _projections_cuda(
+    x: Any, gates: Any, ups: Any, indptr: Any, rows: Any, biases: tuple[Any, Any]
 ) -> Any:
     """Return gate and up projections concatenated, (P, 2F), or those of `gates` alone."""
     of_gate, of_up = biases
     if ups is None:
-        return grouped_matmul(x, gates, indptr, rows=rows, bias=of_gate, activations=activations)
+        return grouped_matmul(x, gates, indptr, rows=rows, bias=of_gate)
     F = list_matrices("gate_up", gates, x.shape[1])[1]
-    P = len(x) if rows is None else len(rows)
-    if is_cuda(x):
-        both = empty(x, (P, 2 * F))
-        cuda.grouped(x, gates, indptr, of_gate, both[:, :F], rows)
-        cuda.grouped(x, ups, indptr, of_up, both[:, F:], rows)
-        return both
-    x = x if rows is None else x[rows]
-    gate, up = np.empty((P, F), np.float32), np.empty((P, F), np.float32)
-    with together():
-        for name, some, bias, out in (("gate_up", gates, of_gate, gate), ("up", ups, of_up, up)):
-            matrices = list_matrices(name, some, x.shape[1])[0]
-            cpu.grouped(x, matrices, indptr, bias, out, activations)
-    return np.concatenate([gate, up], axis=1)
+    both = empty(x, (len(rows), 2 * F))
+    cuda.grouped(x, gates, indptr, of_gate, both[:, :F], rows)
+    cuda.grouped(x, ups, indptr, of_up, both[:, F:], rows)
+    return both
 
 
 def _run_shared(x: Any, shared: SharedExpert, act: Any, gated: bool, out: Any) -> None:
