@@ -98,6 +98,14 @@ def collect_stats(
 
 def collector_of(model: LLM) -> StatsCollector:
     """Install an observer that sums the inputs of a model's matrices whenever it runs."""
+    executor = check_observable(model)
+    collector = StatsCollector()
+    executor.observe = ActivationObserver(executor, collector.add)
+    return collector
+
+
+def check_observable(model: LLM) -> CpuExecutor:
+    """Return the executor of a model, or raise UsageError if its inputs cannot be observed."""
     executor = model.workers[0].executor if len(model.workers) == 1 else None
     if not isinstance(executor, CpuExecutor) or executor.comm.size > 1:
         raise UsageError(
@@ -107,9 +115,7 @@ def collector_of(model: LLM) -> StatsCollector:
         raise UsageError(
             f"{model.spec.name} is an encoder-decoder model, which is not supported yet"
         )
-    collector = StatsCollector()
-    executor.observe = ActivationObserver(executor, collector.add)
-    return collector
+    return executor
 
 
 class StatsCollector:

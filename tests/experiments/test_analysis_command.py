@@ -50,7 +50,7 @@ def test_the_folder_is_complete_and_reads_back(folder: Path) -> None:
     rows = {name: len(table) for name, table in tables.items()}
     assert rows == {
         "tensors": 2 * 28, "totals": 2, "layers": 2 * 4, "models": 2, "modules": 2 * 28,
-        "units": 2 * 4, "sums": 2,
+        "units": 2 * 4, "sums": 2, "tokens": len(tables["tokens"]),
     }  # fmt: skip
     fresh = tensor_errors("tiny_python", [Format("q4", "reference"), Format("q3h", "reference")])
     pd.testing.assert_frame_equal(tables["tensors"], fresh, check_dtype=False, check_exact=True)
@@ -58,7 +58,9 @@ def test_the_folder_is_complete_and_reads_back(folder: Path) -> None:
     provenance = json.loads((folder / "provenance.json").read_text())
     assert provenance["finished"] >= provenance["started"]
     assert {p.name for p in (folder / "figures").iterdir()} == {
-        f"{name}.{kind}" for name in ("tensors", "layers", "attribution") for kind in ("png", "svg")
+        f"{name}.{kind}"
+        for name in ("tensors", "layers", "attribution", "tokens")
+        for kind in ("png", "svg")
     }
     with pytest.raises(UsageError, match=r"no kv_layers.csv; it has tensors"):
         read.read("kv_layers")

@@ -7,6 +7,7 @@
 docs/analysis.md defines every number; ``nbflow analyze`` is the command.
 """
 
+from nbflow_experiments.analysis.activation_statistics import activation_statistics
 from nbflow_experiments.analysis.all_tensor_errors import tensor_errors, totals
 from nbflow_experiments.analysis.attribution import Attribution, attribution
 from nbflow_experiments.analysis.changes import Change
@@ -22,6 +23,7 @@ __all__ = [
     "LayerErrors",
     "Noise",
     "StoredWeights",
+    "activation_statistics",
     "analysis_windows",
     "attribution",
     "kv_errors",

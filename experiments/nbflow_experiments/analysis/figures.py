@@ -161,11 +161,63 @@ def draw_kv(tables: Tables) -> Drawing:
     return Drawing(figure, "Bits of keys and values", caption)
 
 
+def draw_tokens(tables: Tables) -> Drawing:
+    """Return divergence by position in the window and by frequency of the predicted token."""
+    table = _needed(tables, "tokens")
+    if not (table.kld_mean_nats > 0).any():
+        raise NotDrawn("no change loses anything")
+    axes = {"position": "tokens before, in the window", "count": "occurrences of the token"}
+    with new_figure(2, 3.4) as (figure, panels):
+        for panel, (by, name) in zip(panels, axes.items(), strict=True):
+            for i, (label, rows) in enumerate(table[table.by == by].groupby("change", sort=False)):
+                panel.errorbar(
+                    rows.low, rows.kld_mean_nats, rows.kld_mean_nats_stderr, capsize=2,
+                    fmt=MARKERS[i % len(MARKERS)] + "-", color=COLOURS[i % len(COLOURS)],
+                    label=label,
+                )  # fmt: skip
+            panel.set_xscale("log", base=2)
+            log_values(panel.yaxis)
+            panel.set_xlabel(f"{name}, from")
+            panel.set_ylabel("KLD in nat")
+        legend_above(figure, panels[0])
+    caption = (
+        "Divergence from float32 by the position of the predicted token in its window, and by how "
+        "often that token occurs in the evaluated text, in groups of powers of two; bars are one "
+        "standard error."
+    )
+    return Drawing(figure, "Errors by position and by frequency", caption)
+
+
+def draw_activations(tables: Tables) -> Drawing:
+    """Return outlier channels and kurtosis of the inputs of matrices, by layer."""
+    table = _needed(tables, "activations")
+    with new_figure(2, 3.4) as (figure, panels):
+        for i, (kind, rows) in enumerate(table.groupby("kind", sort=False)):
+            style = {"color": COLOURS[i % len(COLOURS)], "label": f"input of {kind}"}
+            marker = MARKERS[i % len(MARKERS)] + "-"
+            panels[0].plot(rows.layer, rows.channel_ratio, marker, **style)
+            panels[1].plot(rows.layer, rows.input_kurtosis + 3, marker, **style)
+        panels[0].set_ylabel("largest channel / median channel")
+        panels[1].set_ylabel("kurtosis (3: normal)")
+        for panel in panels:
+            log_values(panel.yaxis)
+            panel.set_xlabel("layer")
+            _whole_ticks(panel, table.layer)
+        legend_above(figure, panels[0])
+    caption = (
+        "Inputs of each matrix of the float32 model on the evaluated text: largest root mean "
+        "square of a channel over the median of all channels, and kurtosis of all numbers."
+    )
+    return Drawing(figure, "Outlier channels and tails of activations", caption)
+
+
 FIGURES: dict[str, Callable[[Tables], Drawing]] = {
     "tensors": draw_tensors,
     "layers": draw_layers,
     "attribution": draw_attribution,
     "kv": draw_kv,
+    "tokens": draw_tokens,
+    "activations": draw_activations,
 }
 """Every figure by name; one that lacks its tables raises `NotDrawn`."""
 

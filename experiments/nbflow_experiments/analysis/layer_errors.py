@@ -25,6 +25,7 @@ from nbflow_experiments.analysis.kv_cache_error import CacheErrors
 from nbflow_experiments.analysis.layer_programs import Stage, make_steps, predicts, stage_programs
 from nbflow_experiments.analysis.logit_comparison import Comparison
 from nbflow_experiments.analysis.ratios import Table, ratio, relative_error, table_of
+from nbflow_experiments.analysis.token_errors import token_rows
 from nbflow_experiments.analysis.treatments import Checkpoint, Treatment
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError
@@ -43,6 +44,8 @@ class LayerErrors:
     """One row per weight change and matrix; experts are pooled by kind."""
     models: Table
     """One row per change: divergence of the whole model."""
+    tokens: Table = None
+    """One row per change and group of tokens, by position and by frequency."""
     token_counts: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     """For each change, histograms (layers, bins) of the tokens' cumulative relative errors, between
     `nbflow_experiments.analysis.histograms.RELATIVE_EDGES`."""
@@ -124,6 +127,7 @@ class _Walk:
         self._layers: list[dict[str, Any]] = []
         self._modules: list[dict[str, Any]] = []
         self._models: list[dict[str, Any]] = []
+        self._tokens: list[dict[str, Any]] = []
         self._counts: dict[str, list[NDArray[np.int64]]] = {c.label: [] for c in changes}
 
     def found(self) -> LayerErrors:
@@ -132,7 +136,8 @@ class _Walk:
         rows = sorted(self._layers, key=lambda r: order[r["change"]])
         modules = sorted(self._modules, key=lambda r: order[r["change"]])
         counts = {label: np.stack(each) for label, each in self._counts.items()}
-        return LayerErrors(table_of(rows), table_of(modules), table_of(self._models), counts)
+        models, tokens = table_of(self._models), table_of(self._tokens)
+        return LayerErrors(table_of(rows), table_of(modules), models, tokens, counts)
 
     def through(self, stage: Stage) -> None:
         """Advance all streams by one stage."""
@@ -222,6 +227,7 @@ class _Walk:
                     logits = changed.run(step, self._changed[change.label][i])
                     comparison.add(exact, logits, self._targets[i])
             self._models.append({"change": change.label, **comparison.row()})
+            self._tokens += token_rows(change.label, comparison, self._targets)
 
 
 class _Error:

@@ -38,7 +38,8 @@ from nbflow_kernels.errors import UsageError
 SCHEMA_VERSION = 1
 """Version of the layout above and of the meaning of the columns."""
 TABLES = (
-    "tensors", "totals", "layers", "modules", "models", "units", "sums", "kv_layers", "kv_models",
+    "tensors", "totals", "layers", "modules", "models", "tokens", "units", "sums", "kv_layers",
+    "kv_models", "activations",
 )  # fmt: skip
 _EDGES = {"relative": RELATIVE_EDGES, "scaled": SCALED_EDGES}
 

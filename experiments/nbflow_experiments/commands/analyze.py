@@ -22,6 +22,7 @@ from nbflow.cli.options import add_plugins_argument
 from nbflow.distributed import world
 from nbflow.spec import resolve
 from nbflow_experiments import backend
+from nbflow_experiments.analysis.activation_statistics import activation_statistics
 from nbflow_experiments.analysis.all_tensor_errors import (
     TensorResult,
     as_treatments,
@@ -48,7 +49,8 @@ from nbflow_experiments.terminal_table import counter
 from nbflow_kernels.cpu.parallel_for import set_num_threads
 from nbflow_kernels.errors import UsageError, unknown_name
 
-PARTS = ("tensors", "layers", "attribution", "kv")
+PARTS = ("tensors", "layers", "attribution", "kv", "activations")
+WITHOUT_FORMATS = {"kv", "activations"}
 KV = "q8_0,q5_0,q4_0,q3,q2"
 SHOWN = 40  # rows of a table that are printed
 
@@ -67,6 +69,10 @@ COLUMNS = {
              "kld_interaction_nats_stderr", "additivity"),
     "models": ("change", "kld_mean_nats", "kld_mean_nats_stderr", "nll_difference_mean_nats",
                "top1_agreement_share"),
+    "tokens": ("change", "by", "low", "high", "tokens", "kld_mean_nats", "kld_mean_nats_stderr",
+               "nll_difference_mean_nats"),
+    "activations": ("tensor", "rms", "crest", "input_kurtosis", "channel_ratio", "outlier_channels",
+                    "top_percent_share"),
     "kv_layers": ("keys", "values", "layer", "keys_error", "values_error", "attention_error",
                   "isolated_error", "cumulative_error"),
     "kv_models": ("keys", "values", "bits", "kld_mean_nats", "kld_mean_nats_stderr",
@@ -148,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
         set_num_threads(arguments.threads)
     with ExitStack() as stack:
         treatments = _treatments(arguments, stack)
-        if not treatments and parts != ["kv"]:
+        if not treatments and not set(parts) <= WITHOUT_FORMATS:
             raise UsageError("give --weights FORMAT,... or --against CHECKPOINT")
         work = _Work(arguments, parts, treatments)
         for part in parts:
@@ -262,6 +268,8 @@ class _Work:
             progress=counter("layers"),
         )
         self._give_layers("", found)
+        if len(found.tokens):
+            self._give("tokens", found.tokens)
         by_error = found.modules.sort_values("output_error", ascending=False)
         self._give("modules", found.modules, by_error)
 
@@ -270,6 +278,11 @@ class _Work:
         formats = _listed(a.kv, "--kv")
         found = kv_errors(a.model, formats, self._windows, spec=a.spec, progress=counter("kv"))
         self._give_layers("kv_", found)
+
+    def _activations(self) -> None:
+        a = self._arguments
+        table = activation_statistics(a.model, self._windows, spec=a.spec)
+        self._give("activations", table, table.sort_values("channel_ratio", ascending=False))
 
     def _give_layers(self, prefix: str, found: LayerErrors) -> None:
         self._give(f"{prefix}layers", found.layers)
