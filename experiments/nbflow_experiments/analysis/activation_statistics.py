@@ -99,7 +99,8 @@ def activation_statistics(
             found[names[0]] = _Sums(np.zeros((4, x.shape[1])))
         found[names[0]].add(x)
 
-    with nbflow.load(model, spec=spec, comm=SelfComm(), weights="f32", kv="f32") as loaded:
+    path = os.fspath(model)
+    with nbflow.load(path, spec=spec, comm=SelfComm(), weights="f32", kv="f32") as loaded:
         executor = check_observable(loaded)
         executor.observe = ActivationObserver(executor, add)
         run = loaded.logits if loaded.spec.head else loaded.hidden
