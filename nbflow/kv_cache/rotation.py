@@ -55,4 +55,4 @@ def with_rotation(spec: ModelSpec, rotation: str, kv: str) -> ModelSpec:
         wrong = f"has heads of {spec.head_dim} numbers, which no power of two but 1 divides"
     if wrong:
         raise UsageError(f"kv_rotation='hadamard': {spec.name} {wrong}; use kv_rotation='none'")
-    return replace(spec, rotated_cache=frozenset(sides))
+    return replace(spec, rotated_cache=tuple(sides))

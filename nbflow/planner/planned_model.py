@@ -18,6 +18,7 @@ from nbflow.program import build, build_cross_kv
 from nbflow.program.records import Program
 from nbflow.quantization.policy import WeightFormats, Weights, is_matrix, weight_formats
 from nbflow.quantization.prepare import no_format, transformed_spec
+from nbflow.quantization.quantizer_options import AUTO
 from nbflow.spec import ModelSpec, published, resolve
 from nbflow.spec.family import family_of_config
 from nbflow.spec.from_config import build_spec
@@ -141,7 +142,7 @@ class PlannedModel:
     def quantized_by(self, quantizer: str) -> PlannedModel:
         """Return the model as the option `quantizer` of `nbflow.load` changes it (untied head)."""
         spec = transformed_spec(self.spec, quantizer)
-        if quantizer != "search" and self.formats is None:
+        if quantizer != AUTO and self.formats is None:
             raise no_format(quantizer)
         stored = dict(self.stored)
         if spec.tied_head != self.spec.tied_head and "embed.weight" in stored:

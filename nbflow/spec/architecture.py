@@ -308,7 +308,7 @@ class Architecture:
     swiglu_limit: float = 7.0
     attention: str | None = None
     """Name of the attention variant of a plugin."""
-    rotated_cache: frozenset[CacheSide] = frozenset()
+    rotated_cache: tuple[CacheSide, ...] = ()
     """Sides of the KV cache that hold rotated vectors (`nbflow.kv_cache.rotation`)."""
     output_gate: bool = False
     temperature: TemperatureSpec | None = None
