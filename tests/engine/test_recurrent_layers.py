@@ -256,7 +256,7 @@ def test_layer_types_by_numbers():
         ("lfm2", "full_attn_idxs", [4], "layers must be 0..3, got 4"),
         ("lfm2", "none", [], "attention attention attention attention"),
         ("nemotron_h", "hybrid_override_pattern", "M-*-", "ssm none attention none"),
-        ("nemotron_h", "hybrid_override_pattern", "M-E-", "hybrid_override_pattern: must be"),
+        ("nemotron_h", "hybrid_override_pattern", "M-X-", "hybrid_override_pattern: must be"),
         ("jamba", "attn_layer_period", 3, "mamba1 attention mamba1 mamba1"),
         ("qwen3_next", "full_attention_interval", 3, "delta delta attention delta"),
     ):
