@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from nbflow.options import EngineOptions, LoadOptions, SamplingParams
     from nbflow.sampling import register_strategy
     from nbflow.spec import load_tokenizer
-    from nbflow.spec.plugin_ops import register_op
+    from nbflow.spec.plugin_ops import OpPartition, register_op
     from nbflow_kernels.attention.variants import register_attention
     from nbflow_kernels.errors import MissingExtraError, UsageError
     from nbflow_kernels.formats.user import register_format
@@ -40,6 +40,7 @@ _WHERE = {
     "EngineOptions": "nbflow.options",
     "RequestOutput": "nbflow.engine.outputs",
     "LoadOptions": "nbflow.options",
+    "OpPartition": "nbflow.spec.plugin_ops",
     "LLM": "nbflow.engine.llm",
     "SamplingParams": "nbflow.options",
     "beam_search": "nbflow.engine.search.api",
@@ -66,6 +67,7 @@ __all__ = [
     "LLMEngine",
     "LoadOptions",
     "MissingExtraError",
+    "OpPartition",
     "RequestOutput",
     "SamplingParams",
     "UsageError",

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from nbflow.distributed.partition_notation import format_stages, parse_stages
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.plugin_ops import OPS, OpPartition
 from nbflow_kernels.errors import UsageError, unknown_name
 
 Range = tuple[int, int]
@@ -60,6 +61,8 @@ class RankPlan:
     linear_heads: Range = (0, 0)
     """Range of key heads of linear attention, each with its value heads, or of groups of heads of
     state-space layers."""
+    plugin_heads: tuple[tuple[str, Range], ...] = ()
+    """Range of heads of each op of a plugin (`nbflow.OpPartition`)."""
     vocab_widths: tuple[int, ...] = ()
     """Rows of embedding and head of each rank of the group."""
     all_reduce: str = "f32"
@@ -146,6 +149,7 @@ def make_plan(
         experts, shared = _split_experts(spec, shares, block_size, partition)
         vocab = split_by_shares(spec.vocab_size, shares)
         channels, linear_heads = _split_recurrent(spec, shares, block_size, partition)
+        plugin_heads = _split_plugin_ops(spec, shares, partition)
         for j, rank in enumerate(group):
             before = groups[s - 1] if s else ()
             after = groups[s + 1] if s + 1 < len(groups) else ()
@@ -166,6 +170,7 @@ def make_plan(
                     shared=shared[j],
                     channels=channels[j],
                     linear_heads=linear_heads[j],
+                    plugin_heads=plugin_heads[j],
                     vocab_widths=tuple(b - a for a, b in vocab),
                     all_reduce=all_reduce,
                 )
@@ -263,6 +268,27 @@ def _split_recurrent(
             )
         heads = [(a * unit, b * unit) for a, b in split_by_shares(total // unit, shares)]
     return channels, heads
+
+
+def _split_plugin_ops(
+    spec: ModelSpec, shares: Sequence[float], partition: str
+) -> list[tuple[tuple[str, Range], ...]]:
+    """Return the heads of the ops of plugins of each rank."""
+    kinds = (spec.kind_of(i) for i in range(spec.n_layers))
+    names = dict.fromkeys(n for kind in kinds for n in (kind.op, kind.feed_forward_op) if n)
+    found: list[tuple[tuple[str, Range], ...]] = [()] * len(shares)
+    for name in names:
+        if not isinstance(OPS[name].partition, OpPartition):
+            continue
+        heads = OPS[name].n_heads(spec)
+        if heads < len(shares):
+            raise UsageError(
+                f"partition {partition!r}: op {name!r} of a plugin has {heads} heads, too few for "
+                f"{len(shares)} ranks; use fewer ranks per stage"
+            )
+        cuts = split_by_shares(heads, shares)
+        found = [(*before, (name, cut)) for before, cut in zip(found, cuts, strict=True)]
+    return found
 
 
 def _split_heads(

@@ -17,6 +17,8 @@ import math
 
 from nbflow.distributed.plan import RankPlan
 from nbflow.program.records import Buffer, Op, Operand, Program, expert_parts
+from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.plugin_ops import OPS, OpPartition
 from nbflow_kernels.errors import UsageError
 
 ROW_PARALLEL = ("attn.o", "cross.o", "ffn.down", "shared.down", "short.out", "delta.out",
@@ -60,8 +62,8 @@ def partition(program: Program, plan: RankPlan) -> Program:
         if not alone and op.kind == "norm" and of_all_heads:
             ops += _sharded_norm(program, op, plan, cuts)
             continue
-        ops.append(op if alone else _inside_layer(op, plan, cuts))
-        if not alone and op.out in _PARTIAL and op.kind != "norm":
+        ops.append(op if alone else _inside_layer(op, plan, cuts, spec))
+        if not alone and _is_partial(op):
             partial = op.out
     _check_selection(ops)
     if plan.sends_to and has_x:
@@ -210,15 +212,11 @@ def _outside_layers(op: Op, plan: RankPlan, after_layers: bool) -> list[Op]:
     return [part, Op("all_gather", op.out, ("logits_part",), attrs=attrs)]
 
 
-def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> Op:
+def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]], spec: ModelSpec) -> Op:
     if op.kind == "experts":
         return _shard_experts(op, plan.experts)
     if op.kind == "plugin":
-        raise UsageError(
-            f"layer {op.layer}: op {op.attrs['op']!r} of a plugin cannot be divided among ranks "
-            f"{'&'.join(map(str, plan.group))}; use one rank, or stages of a rank each, e.g. "
-            "partition '0;1'"
-        )
+        return _shard_plugin_op(op, plan, spec)
     if op.attrs.get("own_weights"):
         heads = plan.heads if op.out == "q" else plan.kv_heads
         return dataclasses.replace(op, weights=op.weights[slice(*heads)])
@@ -250,6 +248,40 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
         weights=tuple(Operand(w.name, columns=cuts[role]) for w in op.weights),
         bias=op.bias if plan.index == 0 else (),
     )
+
+
+def _shard_plugin_op(op: Op, plan: RankPlan, spec: ModelSpec) -> Op:
+    """Shard the weights and the state of an op of a plugin by its rule."""
+    found = OPS[op.attrs["op"]]
+    if found.partition is None:
+        raise UsageError(
+            f"layer {op.layer}: op {found.name!r} of a plugin cannot be divided among ranks "
+            f"{'&'.join(map(str, plan.group))}: it has no partition (nbflow.register_op); give it "
+            "one, or use one rank, or stages of a rank each, e.g. partition '0;1'"
+        )
+    if found.partition == "replicated":
+        return op
+    heads = dict(plan.plugin_heads)[found.name]
+    weights = tuple(
+        Operand(operand.name, *found.shard(spec, heads, name))
+        for operand, name in zip(op.weights, found.weights, strict=True)
+    )
+    attrs = dict(op.attrs)
+    if "state" in attrs:
+        cuts = found.shard(spec, heads, "state")
+        attrs["state"] = Operand("state", *cuts).shape(attrs["state"])
+    columns = found.shard(spec, heads, "x")[1]
+    if columns is not None:
+        attrs["columns"] = columns
+    return dataclasses.replace(op, weights=weights, attrs=attrs)
+
+
+def _is_partial(op: Op) -> bool:
+    """Return True if the ranks' results of an op have to be added."""
+    if op.kind == "plugin":
+        rule = OPS[op.attrs["op"]].partition
+        return isinstance(rule, OpPartition) and rule.all_reduce
+    return op.out in _PARTIAL and op.kind != "norm"
 
 
 _HEADS_OF = {

@@ -61,7 +61,8 @@ experts       out = weighted sum of the experts that the router chooses; inputs 
               the bias is that of the choice; with attr ``biased`` biases of gates, ups and downs
               follow; with attr ``weigh_inputs`` the router's weights multiply the inputs of the
               experts; attr ``gated``: False for experts without gate matrices
-plugin        out = op of a plugin of the input, attr ``op``: its name (`nbflow.spec.plugin_ops`)
+plugin        out = op of a plugin of the input, attr ``op``: its name (`nbflow.spec.plugin_ops`);
+              attr ``columns``: columns of the input that the rank's shard reads
 scale_rows    out *= sigmoid(input @ w) for each row
 add           out += input; attr ``scale``: a factor of the input
 scale         out = input * attr ``scale``
@@ -79,6 +80,7 @@ in place (`Program.states`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -106,9 +108,9 @@ class Operand:
 
     def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the operand, given that of the whole tensor."""
-        cuts = (self.rows, self.columns)[: len(full)]
+        cuts = itertools.chain((self.rows, self.columns), itertools.repeat(None))
         return tuple(
-            size if cut is None else cut[1] - cut[0] for size, cut in zip(full, cuts, strict=True)
+            size if cut is None else cut[1] - cut[0] for size, cut in zip(full, cuts, strict=False)
         )
 
     def __str__(self) -> str:

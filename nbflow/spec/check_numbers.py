@@ -172,7 +172,7 @@ def _plugin_op_problems(spec: Architecture) -> Iterator[str]:
         for name in filter(None, (kind.op, kind.feed_forward_op)):
             try:
                 op = OPS[name]
-                op.shapes(spec), op.state_shape(spec)
+                op.shapes(spec), op.state_shape(spec), op.n_heads(spec)
             except UsageError as error:
                 yield str(error)
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ import pandas as pd
 import pytest
 from mpirun import PYTHONPATH, mpirun
 from safetensors.numpy import load_file, save_file
-from small_models import write_llama
+from small_models import make_spec, write_llama
 
 import nbflow
 from nbflow.checkpoint import open_weights
@@ -167,6 +168,8 @@ def test_ops_in_a_model(folder: Path) -> None:
                 together = model.generate_batch(prompts, max_tokens=5, ignore_eos=True)
                 for prompt, out in zip(prompts, together, strict=True):
                     assert model.generate(prompt, max_tokens=5, ignore_eos=True).ids == out.ids
+        ema = OPS["ema"]
+        nbflow.register_op("ema", reference=ema.reference, weights=ema.weights, state=ema.state)
         with pytest.raises(UsageError, match="op 'ema' of a plugin cannot be divided among ranks"):
             nbflow.load(model_path, spec=spec, partition="0&1")
         spec.write_text(FILES["ema.toml"].replace('op = "squares"', 'op = "ema"'))
@@ -178,6 +181,91 @@ def test_ops_in_a_model(folder: Path) -> None:
     finally:
         for name in ("ema", "squares"):
             OPS.remove(name)
+
+
+ON_RANKS = """
+import sys
+import numpy as np
+import nbflow
+from nbflow.distributed import SelfComm, world
+
+path, spec, plugin, *partitions = sys.argv[1:]
+ids, options = np.arange(3, 33), {"spec": spec, "plugins": [plugin], "kv": "f32"}
+with nbflow.load(path, comm=SelfComm(), **options) as model:
+    want = model.logits(ids)
+    texts = [model.generate(ids[i:9].tolist(), max_tokens=6, ignore_eos=True).ids for i in (0, 4)]
+for partition in partitions:
+    with nbflow.load(path, partition=partition, **options) as model:
+        error = np.abs(model.logits(ids) - want).max() / np.abs(want).max()
+        assert error < 1e-5, (partition, error)  # float32 sums in another order
+        prompts = [ids[i:9].tolist() for i in (0, 4)]
+        batch = model.generate_batch(prompts, max_tokens=6, ignore_eos=True)
+        assert [out.ids for out in batch] == texts
+        traffic = model.traffic()
+        assert traffic["measured_bytes"] == traffic["predicted_bytes"] > 0, traffic
+        memory = model.memory()
+        if world().rank == 0:
+            print(partition, *(m["weight_bytes"] for m in memory))
+"""
+
+
+@pytest.mark.mpi
+def test_ops_on_ranks(folder: Path) -> None:
+    """Two MPI ranks agree with one: ops that are split, replicated, and one of each."""
+    model, plugin = write_ema(folder), folder / "ema.py"
+    words = ["-m", "mpi4py", "-c", ON_RANKS, str(model), str(folder / "ema.toml")]
+    split = mpirun(2, *words, str(plugin), "0&1", "0:3&1")
+    assert split.returncode == 0, split.stderr
+    text, rule = FILES["ema.py"], r"partition=nbflow\.OpPartition\(.*?\n    \)"
+    plugin.write_text(re.sub(rule, 'partition="replicated"', text, flags=re.S))
+    whole = mpirun(2, *words, str(plugin), "0&1")
+    assert whole.returncode == 0, whole.stderr
+    bytes_split, bytes_whole = (
+        list(map(int, done.stdout.splitlines()[0].split()[1:])) for done in (split, whole)
+    )
+    hidden = 64
+    saved = 4 * (hidden * hidden + hidden) // 2  # half of `rate` and `out` in float32
+    assert [b - a for a, b in zip(bytes_split, bytes_whole, strict=True)] == [saved, saved]
+
+
+def test_an_op_that_more_ranks_than_heads_share() -> None:
+    spec = make_spec(n_heads=8, n_kv_heads=4)
+    weights = {"q": ("n_heads * head_dim", "hidden_size"), "o": ("hidden_size", 256)}
+    cuts = {"q": "rows", "o": "columns"}
+    found = nbflow.register_op(
+        "mine", reference=len, weights=weights,
+        partition=nbflow.OpPartition(heads="n_heads", weights=cuts),
+    )  # fmt: skip
+    try:
+        assert found.shard(spec, (1, 3), "q") == ((32, 96), None)
+        assert found.shard(spec, (1, 3), "o") == (None, (32, 96))
+        assert found.shard(spec, (1, 3), "x") == (None, None)
+        odd = dataclasses.replace(found, partition=nbflow.OpPartition(heads=3, weights=cuts))
+        with pytest.raises(
+            UsageError, match=r"q has 256 rows, which must be a multiple of heads = 3"
+        ):
+            odd.n_heads(spec)
+    finally:
+        OPS.remove("mine")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"partition": "rows"}, "partition must be an nbflow.OpPartition or 'replicated'"),
+        ({"partition": nbflow.OpPartition(4, {})}, "splits no weight; use partition='replicated'"),
+        ({"partition": nbflow.OpPartition(4, {"v": "rows"})}, "unknown .*weight 'v'"),
+        ({"partition": nbflow.OpPartition(4, {"w": "columns"})}, r"of w, \(8,\), must be 'rows'"),
+        ({"partition": nbflow.OpPartition(4, {"w": "rows"}, "rows")}, "the op has none"),
+        ({"partition": nbflow.OpPartition("?", {"w": "rows"})}, "heads of partition must be"),
+        ({"partition": nbflow.OpPartition(4, {"w": "rows"}, x="rows")}, "of x, .* 'columns', got"),
+        ({"weights": {"x": (8,)}, "partition": nbflow.OpPartition(4, {"x": "rows"})},
+         "a weight cannot be named 'x'"),
+    ],
+)  # fmt: skip
+def test_wrong_partitions_are_named(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        nbflow.register_op("mine", **{"reference": len, "weights": {"w": (8,)}, **words})
 
 
 @pytest.mark.parametrize(
