@@ -35,6 +35,8 @@ from nbflow_kernels.formats.e2m1 import E2M1_G16_F32
 
 GROUP = 16
 """Weights per scale of NVFP4."""
+TILE_ROWS, TILE_BLOCKS = 128, 4
+"""Rows and blocks of a tile of swizzled scales."""
 NAMES = {
     "modelopt": (".weight", ".weight_scale_2"),
     "compressed-tensors": (".weight_packed", ".weight_global_scale"),
@@ -51,14 +53,18 @@ class Fp4Parts:
 
     codes: TensorEntry
     scales: TensorEntry
-    tensor_scale: TensorEntry
-    divides: bool
+    tensor_scale: TensorEntry | None
+    """None: scales of blocks alone."""
+    divides: bool = False
     """True if the scale of the tensor divides."""
+    swizzled: bool = False
+    """True if scales are stored in the tiles that cuBLAS reads (`swizzled_shape`)."""
 
     @property
     def parts(self) -> tuple[TensorEntry, ...]:
         """The stored tensors."""
-        return self.codes, self.scales, self.tensor_scale
+        found = self.codes, self.scales, self.tensor_scale
+        return tuple(part for part in found if part is not None)
 
     def values(self, read: Read, rows: Span, columns: Span) -> NDArray[np.float32]:
         """Return a rectangle as float32, columns in whole blocks."""
@@ -69,14 +75,40 @@ class Fp4Parts:
     def blocks(self, read: Read, format: Any, rows: Span, columns: Span) -> NDArray[np.uint8]:
         """Return the bytes of rows in e2m1_g16_f32, columns in whole blocks."""
         codes = read(self.codes, rows, (columns[0] // 2, columns[1] // 2))
-        scales = read(self.scales, rows, (columns[0] // GROUP, columns[1] // GROUP))
-        of_tensor = read(self.tensor_scale, None, None).reshape(())
-        with np.errstate(all="ignore"):  # a file may hold 0 or NaN
-            scales = scales / of_tensor if self.divides else scales * of_tensor
+        scales = self._block_scales(read, rows, (columns[0] // GROUP, columns[1] // GROUP))
+        if self.tensor_scale is not None:
+            of_tensor = read(self.tensor_scale, None, None).reshape(())
+            with np.errstate(all="ignore"):  # a file may hold 0 or NaN
+                scales = scales / of_tensor if self.divides else scales * of_tensor
         found = np.empty((*scales.shape, format.block_bytes), np.uint8)
         found[..., :4] = scales.astype("<f4")[..., None].view(np.uint8)
         found[..., 4:] = codes.reshape(*scales.shape, GROUP // 2)
         return found.reshape(len(codes), -1)
+
+    def _block_scales(self, read: Read, rows: Span, blocks: Span) -> NDArray[np.float32]:
+        """Return the scales of blocks, float32 (rows, blocks)."""
+        if not self.swizzled:
+            return read(self.scales, rows, blocks).astype(np.float32)
+        first = rows[0] // TILE_ROWS
+        stored = read(self.scales, (32 * first, 32 * -(-rows[1] // TILE_ROWS)), None)
+        # (row tile, column tile, row % 32, row // 32 % 4, column): rows of tiles are contiguous
+        tiles = stored.astype(np.float32).reshape(len(stored) // 32, -1, 32, 4, 4)
+        found = tiles.transpose(0, 3, 2, 1, 4).reshape(TILE_ROWS * len(tiles), -1)
+        start = rows[0] - TILE_ROWS * first
+        return found[start : start + rows[1] - rows[0], blocks[0] : blocks[1]]
+
+
+def swizzled_shape(n_rows: int, n_columns: int) -> tuple[int, int]:
+    """Return the shape of the scales of a matrix in tiles of 128 rows and 4 blocks.
+
+    Source: cuBLAS documentation, 1D block scaling factors layout.
+
+    Examples
+    --------
+    >>> swizzled_shape(200, 128)
+    (64, 32)
+    """
+    return 32 * -(-n_rows // TILE_ROWS), 4 * TILE_BLOCKS * -(-n_columns // (TILE_BLOCKS * GROUP))
 
 
 def with_fp4(

@@ -14,6 +14,7 @@ from nbflow.checkpoint.grouped_tensors import GroupedStorage
 from nbflow.utils.json_file import read_object
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.e2m1 import E2M1_G16_F32
 
 OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files of their own in which early versions of AutoGPTQ and AutoAWQ kept the configuration."""
@@ -102,13 +103,18 @@ def hqq(table: Mapping[str, Any], at: str) -> tuple[int, int | None] | None:
     return bits, None if size is None else group_size(size, f"{at}.quant_config.group_size")
 
 
-def torchao(table: Mapping[str, Any], at: str) -> tuple[int, int | None] | None:
-    """Read quant_method torchao: return bits and group size of Int4WeightOnlyConfig, else None.
+_NVFP4_CONFIGS = ("NVFP4WeightOnlyConfig", "NVFP4DynamicActivationNVFP4WeightConfig")
+
+
+def torchao(table: Mapping[str, Any], at: str) -> tuple[int, int | None] | str | None:
+    """Read quant_method torchao: return bits and group size of int4, the format of NVFP4, or None.
 
     The tensors describe themselves; this is for plans from the configuration alone.
     """
     kinds = table.get("quant_type")
     kind = kinds.get("default") if isinstance(kinds, Mapping) else None
+    if isinstance(kind, Mapping) and kind.get("_type") in _NVFP4_CONFIGS:
+        return E2M1_G16_F32.name
     if not isinstance(kind, Mapping) or kind.get("_type") != "Int4WeightOnlyConfig":
         return None
     facts = kind.get("_data")

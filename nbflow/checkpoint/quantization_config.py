@@ -124,8 +124,8 @@ class Quantization:
     """Rows and columns per scale; None: a row, or the whole tensor."""
     grouped: GroupedStorage | None = None
     """Storage of grouped integers."""
-    planned: tuple[int, int | None] | None = None
-    """Bits and group size of tensors that describe themselves, by the configuration."""
+    planned: tuple[int, int | None] | str | None = None
+    """Bits and group size, or format, of tensors that describe themselves, by the configuration."""
 
     def planned_format(self, n_columns: int, dtype: object) -> str:
         """Return the format of a matrix by the configuration alone.
@@ -135,6 +135,8 @@ class Quantization:
         """
         if self.grouped is not None:
             return self.grouped.planned_format(n_columns, dtype)
+        if isinstance(self.planned, str):
+            return self.planned
         if self.planned is not None:
             bits, group = self.planned
             block = grid_block(group or n_columns, n_columns)

@@ -11,6 +11,9 @@ Float8Tensor              qdata FP8 (N, K), scale (N, G) or     code * scale
                           one for a block of rows and columns
 MXTensor                  qdata uint8 (N, K / 2), scale E8M0    value(code) * scale: mxfp4
                           (N, K / 32)
+NVFP4Tensor               qdata uint8 (N, K / 2), scale E4M3    value(code) * scale
+                          (N, K / 16) or in tiles (swizzled),   * per_tensor_scale: e2m1_g16_f32
+                          per_tensor_scale float32 (), or none
 ========================  ====================================  ==================================
 
 Parts are told apart by their types.  Int4Tensor becomes a grouped format with a base
@@ -23,6 +26,7 @@ Int4Tensor: MSLK 1.0, quantize/shuffle.py (pack_int4, int4_row_quantize_zp).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.checkpoint.dequantize_scaled import MXFP4_BLOCK, Scaled, joined_parts
+from nbflow.checkpoint.fp4_tensors import GROUP, Fp4Parts, swizzled_shape
 from nbflow.checkpoint.grouped_tensors import (
     FLOATS,
     GroupedParts,
@@ -41,10 +46,11 @@ from nbflow.checkpoint.grouped_tensors import (
 from nbflow.checkpoint.weight_file import Read, Span, TensorEntry
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.e2m1 import E2M1_G16_F32
 from nbflow_kernels.formats.grouped import group_format
 
 _QDATA = "_qdata"
-_IGNORED = ("act_quant_scale", "act_quant_zero_point")
+_IGNORED = ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")
 """Parts that say nothing about weights."""
 _FLOAT8 = ("f8_e4m3", "f8_e5m2", "f8_e4m3fnuz", "f8_e5m2fnuz")
 
@@ -117,22 +123,24 @@ def _joined(entry: TensorEntry, held: Mapping[str, TensorEntry]) -> TensorEntry:
     stem, where = entry.name.removesuffix("qdata"), f"{entry.file.path}: tensor {shown(entry.name)}"
     if stem + "act_pre_scale" in held:
         raise UsageError(f"{where}: activations with a scale (act_pre_scale) are not supported")
-    if stem + "per_tensor_scale" in held:
-        raise UsageError(f"{where}: NVFP4 of torchao is not supported; export it by ModelOpt")
     scales, zeros = held.get(stem + "scale"), held.get(stem + "zero_point")
     if scales is None or len(entry.shape) != 2:
         raise UsageError(
             f"{where} must be a matrix of codes with scales, {stem}scale, as Int4Tensor, "
-            "Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor and MXTensor have them; got "
-            f"{entry.dtype} {entry.shape}; layouts of one device are not supported"
+            "Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor, MXTensor and NVFP4Tensor have "
+            f"them; got {entry.dtype} {entry.shape}; layouts of one device are not supported"
         )
     name = f"{module}.{part.removesuffix(_QDATA)}"
-    dtype, shape, parts = _parts(entry, scales, zeros, where)
+    dtype, shape, parts = _parts(entry, scales, zeros, held.get(stem + "per_tensor_scale"), where)
     return replace(entry, name=name, dtype=dtype, shape=shape, strides=None, scaled=parts)
 
 
 def _parts(
-    entry: TensorEntry, scales: TensorEntry, zeros: TensorEntry | None, where: str
+    entry: TensorEntry,
+    scales: TensorEntry,
+    zeros: TensorEntry | None,
+    of_tensor: TensorEntry | None,
+    where: str,
 ) -> tuple[str, tuple[int, int], Any]:
     """Return the type that a matrix is read as, its shape, and its stored tensors."""
     n_rows, n_columns = entry.shape
@@ -141,6 +149,9 @@ def _parts(
         _check(scales, (n_rows, shape[1] // MXFP4_BLOCK), ("u8", "f8_e8m0"), where)
         as_bytes = replace(scales, dtype="u8")
         return "mxfp4", shape, Scaled(entry, as_bytes, (1, MXFP4_BLOCK))
+    if entry.dtype == "u8" and scales.dtype == "f8_e4m3":
+        shape = (n_rows, 2 * n_columns)
+        return E2M1_G16_F32.name, shape, _nvfp4(entry, scales, of_tensor, shape, where)
     if entry.dtype == "u8" and zeros is not None:
         shape = (n_rows, 2 * n_columns)
         group = _group(scales.shape[:1], shape[1], where)
@@ -173,6 +184,28 @@ def _parts(
         block_shape = (n_rows // grid[0], n_columns // grid[1])
         return "f32", (n_rows, n_columns), Scaled(entry, matrix, block_shape)
     raise UsageError(f"{where}: codes of type {entry.dtype} are not supported")
+
+
+def _nvfp4(
+    codes: TensorEntry,
+    scales: TensorEntry,
+    of_tensor: TensorEntry | None,
+    shape: tuple[int, int],
+    where: str,
+) -> Fp4Parts:
+    """Return the stored tensors of an NVFP4Tensor, checked."""
+    plain, swizzled = (shape[0], shape[1] // GROUP), swizzled_shape(*shape)
+    if shape[1] % GROUP or scales.shape not in (plain, swizzled):
+        raise UsageError(
+            f"{where}: {shown(scales.name)} must have shape {plain}, one scale for {GROUP} "
+            f"weights, or {swizzled} (is_swizzled_scales), got {scales.shape}"
+        )
+    if of_tensor is not None and (of_tensor.dtype != "f32" or math.prod(of_tensor.shape) != 1):
+        raise UsageError(
+            f"{where}: {shown(of_tensor.name)} must be one float32, got {of_tensor.dtype} "
+            f"{of_tensor.shape}"
+        )
+    return Fp4Parts(codes, scales, of_tensor, swizzled=scales.shape == swizzled)
 
 
 def _group(n_groups: tuple[int, ...], n_columns: int, where: str) -> int:

@@ -58,6 +58,9 @@ FORMATS = {
     "torchao_int4": "uint4_g64_f32_base",
     "torchao_int8": "int8_g128_f32",
     "torchao_intx": "int8_g32_f32",
+    "torchao_nvfp4": "e2m1_g16_f32",
+    "torchao_nvfp4_plain": "e2m1_g16_f32",
+    "torchao_nvfp4_tiles": "e2m1_g16_f32",
 }
 """Golden file -> the format its matrix is read as."""
 X = "layers.0.X.weight"
@@ -145,6 +148,25 @@ def test_tensors_that_describe_themselves_are_checked(name, changes, message, tm
         found.array(X)
 
 
+@pytest.mark.parametrize(
+    ("part", "old", "new", "message"),
+    [
+        ("scale", "[64,8]", "[8,64]", r"\(64, 8\), one scale for 16 weights, or \(32, 32\)"),
+        ("per_tensor_scale", "F32", "I32", "must be one float32, got i32"),
+    ],
+)
+def test_nvfp4_of_torchao_is_checked(part, old, new, message, tmp_path: Path):
+    data = (GOLDEN / "torchao_nvfp4.safetensors").read_bytes()
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    header = data[8:end].decode()
+    at = header.index(f"layers.0.X._weight_{part}")
+    header = header[:at] + header[at:].replace(old, new, 1)
+    path = tmp_path / "changed.safetensors"
+    path.write_bytes(data[:8] + header.encode() + data[end:])
+    with pytest.raises(UsageError, match=message):
+        opened(tmp_path, path, stated("torchao_nvfp4"))
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
 def test_words_hold_a_stream_of_bits(bits: int):
     numbers = np.random.default_rng(bits).integers(0, 1 << bits, (3, 64))
@@ -196,6 +218,7 @@ def test_formats_are_kept_planned_and_named(tmp_path: Path, capsys: pytest.Captu
         (stated("hqq_4_64_axis1_float16"), "uint4_g64_base"),
         (stated("hqq_4_64_axis0_float16"), "f32"),
         (stated("torchao_int4"), "uint4_g64_base"),
+        (stated("torchao_nvfp4"), "e2m1_g16_f32"),
         (stated("quark_int4"), "int4_g32"),
     ],
 )

@@ -248,6 +248,7 @@ def torchao() -> Iterator[Made]:
         assert torch.equal(expected.bfloat16(), weight.dequantize())
         state, _ = flatten_tensor_state_dict({"layers.0.X.weight": weight})
         yield f"torchao_{name}", {"quant_method": "torchao", "quant_type": {}}, state, expected
+    yield from nvfp4()
     # its kernels for int4 need MSLK, which needs a GPU: random numbers in the layout
     generator = torch.Generator().manual_seed(9)
     codes = torch.randint(-8, 8, (N, K), generator=generator)
@@ -260,6 +261,25 @@ def torchao() -> Iterator[Made]:
     kind = {"default": {"_type": "Int4WeightOnlyConfig", "_data": data}}
     config = {"quant_method": "torchao", "quant_type": kind}
     yield "torchao_int4", config, state, codes * steps + zeros
+
+
+def nvfp4() -> Iterator[Made]:
+    """NVFP4Tensor of torchao: scales in rows and in tiles, with and without a tensor's scale."""
+    from torchao.prototype.mx_formats.nvfp4_tensor import (
+        NVFP4Tensor,
+        per_tensor_amax_to_scale,
+    )
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    for swizzled, scaled in ((False, True), (True, True), (False, False)):
+        weight = torch.cat([_weight(4 + i) for i in range(3)]) if swizzled else _weight(3)
+        of_tensor = per_tensor_amax_to_scale(weight.abs().amax()) if scaled else None
+        made = NVFP4Tensor.to_nvfp4(weight, 16, of_tensor, is_swizzled_scales=swizzled)
+        state, _ = flatten_tensor_state_dict({"layers.0.X.weight": made})
+        kind = {"default": {"_type": "NVFP4WeightOnlyConfig", "_data": {}}}
+        config = {"quant_method": "torchao", "quant_type": kind}
+        name = f"torchao_nvfp4{'_tiles' * swizzled}{'' if scaled else '_plain'}"
+        yield name, config, state, made.dequantize(torch.float32)
 
 
 def quark() -> Iterator[Made]:
