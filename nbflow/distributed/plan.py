@@ -297,7 +297,10 @@ def _split_heads(
     """Return the query heads and key/value heads of each rank."""
     n = len(shares)
     per_group = spec.n_heads // spec.n_kv_heads
-    unit = _heads_per_unit(block_size, per_group * spec.value_dim)
+    value_dims = {spec.value_dim}
+    if spec.local_heads is not None:
+        value_dims.add(spec.local_heads.value_dim)
+    unit = math.lcm(*(_heads_per_unit(block_size, per_group * dim) for dim in value_dims))
     if n == 1:
         return [((0, spec.n_heads), (0, spec.n_kv_heads))]
     if spec.n_kv_heads // unit >= n and spec.n_kv_heads % unit == 0:
@@ -312,7 +315,7 @@ def _split_heads(
             "ranks, so that ranks share them, which goes with equal shares only; leave the shares "
             "within a stage out or use fewer ranks per stage"
         )
-    unit = _heads_per_unit(block_size, spec.value_dim)
+    unit = math.lcm(*(_heads_per_unit(block_size, dim) for dim in value_dims))
     holders = split_evenly(n, spec.n_kv_heads) if n >= spec.n_kv_heads else []
     if not holders or per_group % unit or any(b - a > per_group // unit for a, b in holders):
         raise UsageError(

@@ -28,7 +28,7 @@ def compile_ahead(spec: ModelSpec, kv: str) -> None:
     if spec.latent is not None:
         return
     keys, values = kv_formats(kv)
-    helper = start_helper((keys.kind, values.kind), (spec.cached_dim, spec.head_dim))
+    helper = start_helper((keys.kind, values.kind), (spec.cached_dim, spec.value_dim))
     if helper is not None and not compile_meanwhile:
         compile_meanwhile.extend((compile_pool, *sampling_kernels()))
 

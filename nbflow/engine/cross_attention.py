@@ -47,7 +47,7 @@ class CrossAttentionCache:
         self.weights = WeightLoader(program, file, weights, encoding=encoding, packed=place.on_host)
         self.weights.finalize(place)
         self.storage = KVStorage(
-            program.layers, page_size, program.n_kv_heads, spec.head_dim, kv,
+            program.layers, page_size, {i: program.heads_of(i) for i in program.layers}, kv,
             place.for_purpose("the cache of the encoder's keys and values"),
             (
                 place.for_purpose("the host's part of the encoder's keys and values").mapped(),

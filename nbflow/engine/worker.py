@@ -109,7 +109,7 @@ class Worker:
         self.weights.finalize(place, offload.embeddings_on_host)
         self.bytes_read = file.bytes_read - before
         self.storage = make_storage(
-            spec, self.program.kv_layers, page_size, self.program.n_kv_heads, kv,
+            spec, self.program.kv_layers, page_size, self.program.heads_of, kv,
             place.for_purpose("the key/value cache"),
             (
                 place.for_purpose("the host's part of the key/value cache").mapped(),

@@ -1,4 +1,4 @@
-"""Attention plans of a step, one per mask and kind of attention."""
+"""Attention plans of a step, one per mask, kind and heads of attention."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from nbflow.executor.executor import Executor
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.storage import LAYOUT
 from nbflow.program.records import Mask, Op, mask_of
+from nbflow.spec.architecture import HeadShape
 from nbflow_kernels.attention.cpu.scheduler import schedule
 from nbflow_kernels.attention.cpu.variants import set_variant
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
@@ -39,10 +40,10 @@ class LayerAttention:
         kv = (arrays.kv_indptr, arrays.kv_indices, arrays.kv_lens)
         cross_kv = (arrays.cross_indptr, arrays.cross_indices, arrays.cross_lens)
         self._step = (arrays.qo_indptr, *(cross_kv if cross else kv))
-        value_dim = spec.head_dim if spec.latent is None else spec.latent.kv_rank
+        heads = program.heads_of(op.layer or 0)
         has_variant = spec.attention is not None and not cross
         self.plan = AttentionPlan(
-            (program.n_heads, program.n_kv_heads, spec.cached_dim, value_dim),
+            (program.n_heads, heads.n_kv_heads, heads.key_dim, heads.value_dim),
             storage.page_size,
             kv_layout=LAYOUT,
             causal=spec.causal and not cross,
@@ -70,8 +71,8 @@ class LayerAttention:
         self.n_shares, self.n_merges = np.zeros(1, np.int64), np.zeros(1, np.int64)
         if len(arrays.ids) == len(arrays.kv_lens):  # compiled code plans further decode steps
             n_sequences = len(arrays.kv_lens)
-            n_items = program.n_kv_heads * (2 * n_sequences + max_keys // SPLIT)
-            group = program.n_heads // max(1, program.n_kv_heads)
+            n_items = heads.n_kv_heads * (2 * n_sequences + max_keys // SPLIT)
+            group = program.n_heads // max(1, heads.n_kv_heads)
             self.plan.reserve(n_items, n_items, n_items * group)
         self.fill()
 
@@ -89,9 +90,10 @@ class LayerAttention:
 
 
 class AttentionPlanGroup:
-    """Attention plans of a step, one per mask and kind of attention."""
+    """Attention plans of a step, one per mask, kind and heads of attention."""
 
     def __init__(self, executor: Executor, arrays: StepArrays) -> None:
+        self._program = executor.program
         ops = {self._kind(op): op for op in executor.program.ops if op.kind in ATTENTIONS}
         self._plans = {kind: LayerAttention(executor, arrays, op) for kind, op in ops.items()}
 
@@ -100,9 +102,8 @@ class AttentionPlanGroup:
         """All plans."""
         return tuple(self._plans.values())
 
-    @staticmethod
-    def _kind(op: Op) -> tuple[str, Mask]:
-        return op.kind, mask_of(op)
+    def _kind(self, op: Op) -> tuple[str, Mask, HeadShape]:
+        return op.kind, mask_of(op), self._program.heads_of(op.layer or 0)
 
     def of(self, op: Op) -> LayerAttention:
         """Return the plan of an attention op."""

@@ -298,14 +298,16 @@ class Binder:
     def _temperature(self, op: Op, index: int) -> BoundOp:
         scale_queries = self._kernels("position").apply_attention_temperature_inplace
         numbers = (op.attrs[name] for name in ("scale", "floor", "offset"))
-        queries = self._heads(op.out, self._spec.cached_dim)
+        queries = self._heads(op.out, self.executor.program.heads_of(op.layer).key_dim)
         return self._captured(op, scale_queries, self.arrays.positions, queries, *numbers)
 
     def _append_kv(self, op: Op, index: int) -> BoundOp:
         kernels = self._kernels("kv_cache")
-        k, v = (self._heads(name, self._spec.cached_dim) for name in (*op.inputs, *op.inputs)[:2])
-        if len(op.inputs) == 1:
-            v = v[..., :0]  # MLA: the values are columns of the latent vectors
+        heads = self.executor.program.heads_of(op.layer or 0)
+        k = self._heads(op.inputs[0], heads.key_dim)
+        v = k[..., :0]  # MLA: the values are columns of the latent vectors
+        if len(op.inputs) == 2:
+            v = self._heads(op.inputs[1], heads.value_dim)
         storage, arrays = self.executor.storage, self.arrays
         keys, values = storage.layers[op.layer or 0]
         return self._captured(

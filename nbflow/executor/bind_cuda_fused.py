@@ -95,12 +95,19 @@ class _FusedBinder:
 
     def _supports_matrices(self, starts: list[int]) -> bool:
         """Return True if the epilogue can run matrix by matrix."""
-        if len(self._matrices) == 1 or self._fusion.epilogue in ("", ACTIVATION, ADD):
+        if self._fusion.epilogue in ("", ACTIVATION, ADD):
+            return True
+        if self._fusion.epilogue != HEADS and len(self._matrices) == 1:
             return True
         if self._fusion.epilogue not in (HEADS, LATENT):
             return False
         program = self._executor.program
         D, keys_at = program.spec.head_dim, program.n_heads * program.spec.head_dim
+        if self._fusion.epilogue == HEADS:
+            heads = program.heads_of(self._layer())
+            if heads.value_dim != heads.key_dim:
+                return False
+            D, keys_at = heads.key_dim, program.n_heads * heads.key_dim
         if self._fusion.epilogue == LATENT:  # one latent vector follows the queries
             return all(start % D == 0 and start <= keys_at for start in starts[:-1])
         if self._norms_all_heads():  # one matrix must hold all heads

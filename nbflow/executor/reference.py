@@ -215,12 +215,15 @@ class ReferenceExecutor:
             values[name] = hadamard.hadamard_transform(values[name], op.attrs["block"])
 
     def _temperature(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
-        queries = self._heads(values[op.out]).copy()
+        head = self._program.heads_of(op.layer or 0).key_dim
+        queries = self._heads(values[op.out], head).copy()
         position.apply_attention_temperature_inplace(self._positions(ids), queries, **op.attrs)
         values[op.out] = queries.reshape(len(ids), -1)
 
     def _append_kv(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
-        new = [self._heads(values[name]) for name in op.inputs]
+        heads = self._program.heads_of(op.layer or 0)
+        dims = heads.key_dim, heads.value_dim
+        new = [self._heads(values[n], dim) for n, dim in zip(op.inputs, dims, strict=False)]
         if self._program.spec.latent is not None:
             new.append(new[0][..., : self._program.spec.latent.kv_rank])
         old = self._cache.get(op.layer or 0, (new[0][:0], new[1][:0]))
@@ -231,7 +234,8 @@ class ReferenceExecutor:
 
     def _attention(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         spec = self._program.spec
-        q, (k, v) = self._heads(values[op.inputs[0]]), self._cache[op.layer or 0]
+        k, v = self._cache[op.layer or 0]
+        q = self._heads(values[op.inputs[0]], k.shape[-1])
         if spec.position == "alibi":
             q, k = self._with_slopes(q), _with_positions(k)
         (window, chunk), bias = mask_of(op), None

@@ -51,8 +51,16 @@ def with_rotation(spec: ModelSpec, rotation: str, kv: str) -> ModelSpec:
         wrong = "caches latent vectors, which are keys and values at once"
     elif spec.attention is not None:
         wrong = f"has the attention variant {spec.attention}, which sees single channels"
-    elif spec.head_dim % 2:
-        wrong = f"has heads of {spec.head_dim} numbers, which no power of two but 1 divides"
+    else:
+        odd = {size for i in range(spec.n_layers) for size in _head_sizes(spec, i) if size % 2}
+        if odd:
+            wrong = f"has heads of {min(odd)} numbers, which no power of two but 1 divides"
     if wrong:
         raise UsageError(f"kv_rotation='hadamard': {spec.name} {wrong}; use kv_rotation='none'")
     return replace(spec, rotated_cache=tuple(sides))
+
+
+def _head_sizes(spec: ModelSpec, layer: int) -> tuple[int, int]:
+    """Return the numbers of a key and of a value of a layer's heads."""
+    heads = spec.heads_of(layer)
+    return heads.key_dim, heads.value_dim

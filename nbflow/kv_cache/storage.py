@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from nbflow.spec.architecture import HeadShape
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.formats import KVFormat, kv_formats
@@ -29,8 +30,8 @@ class KVStorage:
         Numbers of the layers.
     page_size : int
         Tokens per page.
-    n_kv_heads, head_dim : int
-        Number of KV heads and their dimension.
+    heads : HeadShape or mapping of int to HeadShape
+        KV heads of all layers, or of each.
     kv : str
         Format of keys and values, or of each (``"q8/q4"``): see `nbflow_kernels.kv_formats`.
     xp : module
@@ -43,8 +44,7 @@ class KVStorage:
         self,
         layers: Sequence[int],
         page_size: int,
-        n_kv_heads: int,
-        head_dim: int,
+        heads: HeadShape | Mapping[int, HeadShape],
         kv: str,
         xp: Any = np,
         host: tuple[Any, int] = (np, 0),
@@ -56,7 +56,10 @@ class KVStorage:
         self._xp = {layer: xp if i < n_here else host[0] for i, layer in enumerate(layers)}
         self.n_host_layers = host[1]
         """Number of last layers in host memory, with a device."""
-        self._arrays = self._arrays_of_layer(n_kv_heads, head_dim)
+        self._arrays = {
+            layer: self._arrays_of_layer(heads if isinstance(heads, HeadShape) else heads[layer])
+            for layer in layers
+        }
         self._held: dict[int, tuple[Any, ...]] = dict.fromkeys(layers, ())
         self.layers: dict[int, tuple[Any, Any]] = {}
         """Keys and values of each layer."""
@@ -78,16 +81,17 @@ class KVStorage:
     @property
     def host_bytes(self) -> int:
         """Return the bytes of the pages in host memory, with a device."""
-        return self.n_pages * self.n_host_layers * self._layer_bytes
+        first = len(self._held) - self.n_host_layers
+        return self.n_pages * sum(map(self._layer_bytes, list(self._held)[first:]))
 
     @property
     def page_bytes(self) -> int:
         """Return the bytes of one page over all layers."""
-        return len(self._held) * self._layer_bytes
+        return sum(map(self._layer_bytes, self._held))
 
-    @property
-    def _layer_bytes(self) -> int:
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._arrays)
+    def _layer_bytes(self, layer: int) -> int:
+        """Return the bytes of one page of a layer."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._arrays[layer])
 
     def ensure(self, n_pages: int) -> None:
         """Grow to at least `n_pages` pages, keeping their contents.
@@ -122,9 +126,13 @@ class KVStorage:
                 for array in arrays:
                     array[target] = array[source]
 
-    def _arrays_of_layer(self, n_kv_heads: int, head_dim: int) -> list[PageArray]:
+    def _arrays_of_layer(self, heads: HeadShape) -> list[PageArray]:
         """Return shape and dtype of a page for each array of a layer."""
-        return [self._page_array(n_kv_heads, format, head_dim) for format in self.formats]
+        widths = heads.key_dim, heads.value_dim
+        return [
+            self._page_array(heads.n_kv_heads, format, width)
+            for format, width in zip(self.formats, widths, strict=True)
+        ]
 
     def _page_array(self, n_heads: int, format: KVFormat, head_dim: int) -> PageArray:
         return (n_heads, self.page_size, format.row_length(head_dim)), format.dtype
@@ -141,7 +149,7 @@ class KVStorage:
     def _pages(self, layer: int, n: int) -> tuple[Any, ...]:
         xp = self._xp[layer]
         # Zeros, not garbage: a page's unused tail is read (and masked) by vector loads.
-        return tuple(xp.zeros((n, *shape), dtype) for shape, dtype in self._arrays)
+        return tuple(xp.zeros((n, *shape), dtype) for shape, dtype in self._arrays[layer])
 
 
 class LatentStorage(KVStorage):
@@ -179,10 +187,10 @@ class LatentStorage(KVStorage):
                 "block"
             )
         self._value_length = format.row_length(value_width)
-        super().__init__(layers, page_size, 1, width, kv, xp, host)
+        super().__init__(layers, page_size, HeadShape(1, width, value_width), kv, xp, host)
 
-    def _arrays_of_layer(self, n_kv_heads: int, head_dim: int) -> list[PageArray]:
-        found = [self._page_array(n_kv_heads, self.formats[0], head_dim)]
+    def _arrays_of_layer(self, heads: HeadShape) -> list[PageArray]:
+        found = [self._page_array(heads.n_kv_heads, self.formats[0], heads.key_dim)]
         if self._index_width:
             found.append(((1, self.page_size, self._index_width), np.dtype(np.float32)))
         return found
@@ -201,14 +209,14 @@ def make_storage(
     spec: ModelSpec,
     layers: Sequence[int],
     page_size: int,
-    n_kv_heads: int,
+    heads: Callable[[int], HeadShape],
     kv: str,
     xp: Any = np,
     host: tuple[Any, int] = (np, 0),
 ) -> KVStorage:
-    """Return the storage of some layers of a model."""
+    """Return the storage of some layers of a model; `heads` gives those of a layer of the rank."""
     if spec.latent is not None:
         width, value_width = spec.cached_dim, spec.latent.kv_rank
         index_width = 0 if spec.indexer is None else spec.indexer.dim
         return LatentStorage(layers, page_size, width, value_width, kv, xp, host, index_width)
-    return KVStorage(layers, page_size, n_kv_heads, spec.head_dim, kv, xp, host)
+    return KVStorage(layers, page_size, {i: heads(i) for i in layers}, kv, xp, host)

@@ -107,7 +107,7 @@ def model_bytes(model: PlannedModel, kv: str, outliers: float = 0.0) -> tuple[in
             (build_cross_kv(model.spec), model),
         ]
     weights = sum(weight_bytes(fuse(p), m, False, outliers).n_bytes for p, m in programs)
-    return weights, len(program.kv_layers) * kv_token_bytes(program, kv)
+    return weights, kv_token_bytes(program, kv)
 
 
 def buffer_bytes(

@@ -21,7 +21,7 @@ from nbflow.planner.planned_model import PlannedModel, planned_model
 from nbflow.planner.stage_cost import RunConfig
 from nbflow.planner.step_memory import COMMUNICATOR_BYTES, StepBytes, StepShape, step_bytes
 from nbflow.program import build, build_cross_kv, fuse
-from nbflow.program.cost import kv_token_bytes, state_row_bytes
+from nbflow.program.cost import kv_layer_bytes, kv_token_bytes, state_row_bytes
 from nbflow.program.partition import partition as shard
 from nbflow.program.records import Program
 from nbflow.utils.system import available_memory_bytes
@@ -314,7 +314,7 @@ class _ModelMemory:
         return max(1, min(self._sequences, max_tokens // model.spec.max_context))
 
     def _page_bytes(self, program: Program) -> int:
-        return PAGE_SIZE * len(program.kv_layers) * kv_token_bytes(program, self._options.kv)
+        return PAGE_SIZE * kv_token_bytes(program, self._options.kv)
 
     def _sizes(
         self,
@@ -328,7 +328,9 @@ class _ModelMemory:
         weights = weight_bytes(program, model, device != "cpu", self._options.outliers)
         kv = pages * self._page_bytes(program)
         n_layers = len(program.kv_layers)
-        host = kv * offload.host_layers(n_layers) // n_layers if n_layers else 0
+        last = program.kv_layers[n_layers - offload.host_layers(n_layers) :]
+        of_last = (kv_layer_bytes(program, self._options.kv, layer) for layer in last)
+        host = pages * PAGE_SIZE * sum(of_last)
         kv += self.n_states * state_row_bytes(program)
         host += weights.table_bytes if offload.embeddings_on_host else 0
         activations = self._options.activations

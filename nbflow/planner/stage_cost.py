@@ -21,7 +21,7 @@ from nbflow.program.cost import (
     FLOAT32_BYTES,
     OpCost,
     StepShape,
-    kv_token_bytes,
+    kv_layer_bytes,
     op_bytes_sent,
     op_cost,
     sends_q8,
@@ -77,7 +77,10 @@ class RankWork:
 
     def kv_token_bytes(self, kv: str) -> int:
         """Return the KV cache bytes per token."""
-        return self.n_kv_layers * kv_token_bytes(self.program, kv)
+        return sum(
+            self.counts[layer] * kv_layer_bytes(self.program, kv, layer)
+            for layer in self.program.kv_layers
+        )
 
     def state_bytes(self) -> int:
         """Return the bytes of the recurrent states of one sequence."""

@@ -112,14 +112,12 @@ def _attention_bytes(
     from nbflow_kernels.attention.plan_layout import HEADER_SIZE
 
     ops = [op for op in program.ops if op.kind in ATTENTIONS]
-    kinds = {(op.kind, mask_of(op)) for op in ops}
-    spec = program.spec
-    value_dim = spec.head_dim if spec.latent is None else spec.latent.kv_rank
-    heads = (program.n_heads, program.n_kv_heads, spec.cached_dim, value_dim)
+    kinds = {(op.kind, mask_of(op), program.heads_of(op.layer or 0)) for op in ops}
     found: dict[str, int] = {}
     if any(op.kind == "select_keys" for op in program.ops):
         found["key scores"] = FLOAT32_BYTES * shape.n_tokens * shape.n_pages * page_size
-    for _ in kinds:
+    for _, _, of_layer in kinds:
+        heads = program.n_heads, of_layer.n_kv_heads, of_layer.key_dim, of_layer.value_dim
         capacity = StaticCapacity.of(
             heads[0] // heads[1], shape.n_tokens, shape.rows_each, shape.n_sequences,
             shape.n_pages * page_size, MAX_SPLIT_KEYS,

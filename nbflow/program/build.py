@@ -73,8 +73,14 @@ def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
     if spec.indexer is not None:
         H, D = spec.indexer.heads, spec.indexer.dim
         widths |= {"iq": H * D, "ik": D, "iw": H, "sel": spec.indexer.top_k}
+    if spec.latent is None:
+        widths |= {"v": spec.n_kv_heads * spec.value_dim, "a": spec.n_heads * spec.value_dim}
+    if spec.local_heads is not None:
+        H, heads = spec.n_heads, spec.local_heads
+        D, Dv, G = heads.key_dim, heads.value_dim, heads.n_kv_heads
+        widths |= {"qw": H * D, "kw": G * D, "vw": G * Dv, "aw": H * Dv, "agw": H * Dv}
     if spec.output_gate:
-        widths["ag"] = q_width
+        widths["ag"] = spec.n_heads * spec.value_dim
     widths |= recurrent_widths(spec)
     if spec.moe is not None:
         S = spec.moe.shared_size
@@ -179,30 +185,32 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     if spec.latent is not None:
         return _latent_attention(spec, spec.latent, i, source)
     ops: list[Op] = []
+    q, k, v, a, ag = (f"{name}{'w' * spec.is_local(i)}" for name in ("q", "k", "v", "a", "ag"))
     if spec.attn_input_scale != 1.0:
         ops, source = scale("as", source, i, spec.attn_input_scale), "as"
-    ops += (linear(spec, i, f"attn.{name}", source, name) for name in "qkv")
+    ops += (linear(spec, i, f"attn.{name[0]}", source, name) for name in (q, k, v))
     gate: list[Op] = []
     if spec.output_gate:
-        ops.append(linear(spec, i, "attn.gate", source, "ag"))
-        gate = [Op("gate", "a", ("ag", "a"), layer=i, attrs={"activation": "sigmoid"})]
-    norms = [] if spec.qk_norm == "none" else [_qk_norm(spec, i, name) for name in "qk"]
+        ops.append(linear(spec, i, "attn.gate", source, ag))
+        gate = [Op("gate", a, (ag, a), layer=i, attrs={"activation": "sigmoid"})]
+    norms = [] if spec.qk_norm == "none" else [_qk_norm(spec, i, name) for name in (q, k)]
     rope = spec.rope_of(i)
     if spec.qk_norm_layers == "rotated" and not rope.dim:
         norms = []
-    turn = [Op("rope", "q", ("q", "k"), layer=i, attrs={"rope": rope})] if rope.dim else []
+    own = {"head": spec.heads_of(i).key_dim} if spec.is_local(i) else {}
+    turn = [Op("rope", q, (q, k), layer=i, attrs={"rope": rope, **own})] if rope.dim else []
     ops += [*turn, *norms] if spec.qk_norm_after_rope else [*norms, *turn]
-    ops += [*_rotation(spec, i, "keys", "q", "k"), *_rotation(spec, i, "values", "v")]
+    ops += [*_rotation(spec, i, "keys", q, k), *_rotation(spec, i, "values", v)]
     table = (Operand("position_bias.weight"),) if spec.position == "relative" else ()
-    sinks = (Operand(f"layers.{i}.attn.sinks.weight"),) if spec.attention_sinks else ()
+    sinks = (Operand(f"layers.{i}.attn.sinks.weight"),) if spec.has_sinks(i) else ()
     return [
         *ops,
-        Op("append_kv", "kv", ("k", "v"), layer=i),
-        *_temperature(spec, i, "q"),
-        Op("attention", "a", ("q",), table, sinks, i, _mask(spec, i)),
-        *_rotation(spec, i, "values", "a"),  # back: the transform is its own inverse
+        Op("append_kv", "kv", (k, v), layer=i),
+        *_temperature(spec, i, q),
+        Op("attention", a, (q,), table, sinks, i, _mask(spec, i)),
+        *_rotation(spec, i, "values", a),  # back: the transform is its own inverse
         *gate,
-        linear(spec, i, "attn.o", "a", "o"),
+        linear(spec, i, "attn.o", a, "o"),
         add(spec, "x", "o", i, spec.attn_output_scale),
     ]
 
@@ -211,7 +219,7 @@ def _rotation(spec: ModelSpec, i: int, side: CacheSide, *buffers: str) -> list[O
     """Return the rotation of buffers for a side of the cache, if it holds rotated vectors."""
     if side not in spec.rotated_cache:
         return []
-    attrs = {"block": spec.rotation_block(side)}
+    attrs = {"block": spec.rotation_block(side, i)}
     return [Op("hadamard", buffers[0], buffers, layer=i, attrs=attrs)]
 
 
@@ -232,17 +240,19 @@ def _temperature(spec: ModelSpec, i: int, queries: str) -> list[Op]:
 
 def _qk_norm(spec: ModelSpec, i: int, name: str) -> Op:
     """Return the norm of queries (q) or keys (k)."""
-    prefix = f"layers.{i}.attn.{name}_norm"
+    prefix = f"layers.{i}.attn.{name[0]}_norm"
     attrs: dict[str, Any] = {"norm": spec.qk_norm_kind, "eps": spec.norm_eps}
     if spec.norm_offset:
         attrs["offset"] = spec.norm_offset
     if spec.qk_norm != "all":
         attrs["per_head"] = True
+    if spec.is_local(i):
+        attrs["head"] = spec.heads_of(i).key_dim
     weights: tuple[Operand, ...] = (Operand(f"{prefix}.weight"),)
     if not spec.qk_norm_weight:
         weights = ()
     if spec.qk_norm == "each_head":
-        n = spec.n_heads if name == "q" else spec.n_kv_heads
+        n = spec.n_heads if name[0] == "q" else spec.heads_of(i).n_kv_heads
         weights = tuple(Operand(f"{prefix}.{j}.weight") for j in range(n))
         attrs["own_weights"] = True
     return Op("norm", name, (name,), weights, layer=i, attrs=attrs)

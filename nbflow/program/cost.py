@@ -137,12 +137,19 @@ def _weights_read(
     return n_bytes, float(n_weights), float(n_weights) if multiplied else 0.0
 
 
-def kv_token_bytes(program: Program, kv: str) -> int:
+def kv_layer_bytes(program: Program, kv: str, layer: int) -> int:
     """Return the KV cache bytes per token of one layer of a rank."""
-    spec = program.spec
-    formats = kv_formats(kv)[: 2 if spec.latent is None else 1]
+    spec, heads = program.spec, program.heads_of(layer)
+    keys, values = kv_formats(kv)
+    of_head = keys.row_bytes(heads.key_dim)
+    of_head += values.row_bytes(heads.value_dim) if spec.latent is None else 0
     index = 0 if spec.indexer is None else FLOAT32_BYTES * spec.indexer.dim
-    return program.n_kv_heads * sum(f.row_bytes(spec.cached_dim) for f in formats) + index
+    return heads.n_kv_heads * of_head + index
+
+
+def kv_token_bytes(program: Program, kv: str) -> int:
+    """Return the KV cache bytes per token of all layers of a rank."""
+    return sum(kv_layer_bytes(program, kv, layer) for layer in program.kv_layers)
 
 
 def state_row_bytes(program: Program) -> int:
@@ -154,7 +161,7 @@ def _attention_cost(
     program: Program, op: Op, step: StepShape, kv: str, buffer_bytes: float
 ) -> OpCost:
     """Return the cost of reading or writing keys and values."""
-    token_bytes = kv_token_bytes(program, kv)
+    token_bytes = kv_layer_bytes(program, kv, op.layer or 0)
     if op.kind == "append_kv":
         return OpCost(kv_bytes=token_bytes * step.n_tokens, buffer_bytes=buffer_bytes)
     spec = program.spec
@@ -171,8 +178,10 @@ def _attention_cost(
     causal = spec.causal
     if op.kind == "cross_attention":
         step, causal = dataclasses.replace(step, context=step.encoder_tokens), False
-    value_dim = spec.head_dim if spec.latent is None else spec.latent.kv_rank
-    per_pair = 2 * program.n_heads * (spec.cached_dim + value_dim)  # QK and PV, multiply and add
+    heads = program.heads_of(op.layer or 0)
+    per_pair = (
+        2 * program.n_heads * (heads.key_dim + heads.value_dim)
+    )  # QK and PV, multiply and add
     return OpCost(
         kv_bytes=token_bytes * step.keys(mask),
         buffer_bytes=buffer_bytes,

@@ -17,6 +17,7 @@ import math
 
 from nbflow.distributed.plan import RankPlan
 from nbflow.program.records import Buffer, Op, Operand, Program, expert_parts
+from nbflow.spec.architecture import HeadShape
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.plugin_ops import OPS, OpPartition
 from nbflow_kernels.errors import UsageError
@@ -40,7 +41,9 @@ def partition(program: Program, plan: RankPlan) -> Program:
     """Return the program of one rank."""
     spec = program.spec
     alone = len(plan.group) == 1
-    cuts = _cuts(program, plan)
+    cuts, local_cuts = _cuts(program, plan), {}
+    if spec.local_heads is not None:
+        local_cuts = _local_cuts(spec, spec.local_heads, plan)
     ops: list[Op] = []
     has_x = "x" in program.buffers
     if plan.receives_from is not None and has_x:
@@ -62,7 +65,8 @@ def partition(program: Program, plan: RankPlan) -> Program:
         if not alone and op.kind == "norm" and of_all_heads:
             ops += _sharded_norm(program, op, plan, cuts)
             continue
-        ops.append(op if alone else _inside_layer(op, plan, cuts, spec))
+        own = cuts | local_cuts if spec.is_local(op.layer) else cuts
+        ops.append(op if alone else _inside_layer(op, plan, own, spec))
         if not alone and _is_partial(op):
             partial = op.out
     _check_selection(ops)
@@ -116,6 +120,12 @@ def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffe
         **dict.fromkeys(("nx", "nz", "vx", "ndt", "ny"), widths["mamba1.x"]),
         "logits_part": plan.vocab[1] - plan.vocab[0],
     }
+    if spec.local_heads is not None:
+        local = _local_cuts(spec, spec.local_heads, plan)
+        roles = {"qw": "q", "kw": "k", "vw": "v", "aw": "o", "agw": "gate"}
+        for name, role in roles.items():
+            first, end = local[f"attn.{role}"]
+            sharded[name] = end - first
     used = {name for op in ops for name in (op.out, *op.inputs)}
     whole = {**program.buffers, "logits_part": Buffer(0, "logits"), "squares": Buffer(2)}
     whole["square"] = Buffer(1)
@@ -135,15 +145,40 @@ def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
     C = 0 if spec.latent is None else spec.latent.kv_rank
     q = (plan.heads[0] * D, plan.heads[1] * D)
     kv = (plan.kv_heads[0] * D, plan.kv_heads[1] * D)
+    out = (plan.heads[0] * Dv, plan.heads[1] * Dv)
     return {
         **_recurrent_cuts(program, plan),
-        **dict.fromkeys(("attn.q", "attn.gate", "cross.q"), q),
+        **dict.fromkeys(("attn.q", "cross.q"), q),
         **dict.fromkeys((f"lightning.{n}" for n in ("q", "k", "v", "gate", "out")), q),
-        **dict.fromkeys(("attn.o", "cross.o"), (plan.heads[0] * Dv, plan.heads[1] * Dv)),
+        **dict.fromkeys(("attn.o", "attn.gate", "cross.o"), out),
         "attn.latent": (plan.heads[0] * C, plan.heads[1] * C),
-        **dict.fromkeys(("attn.k", "attn.v", "cross.k", "cross.v"), kv),
+        **dict.fromkeys(("attn.k", "cross.k"), kv),
+        **dict.fromkeys(("attn.v", "cross.v"), (plan.kv_heads[0] * Dv, plan.kv_heads[1] * Dv)),
         **dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), plan.ffn),
         **dict.fromkeys(("shared.gate", "shared.up", "shared.down"), plan.shared),
+    }
+
+
+def _local_cuts(spec: ModelSpec, local: HeadShape, plan: RankPlan) -> dict[str, tuple[int, int]]:
+    """Return the cuts of attention in the layers with the window, which have heads of their own."""
+    first, end = plan.heads
+    group = spec.n_heads // local.n_kv_heads
+    kv = first // group, -(-end // group)
+    if kv[1] - kv[0] > 1 and (first % group or end % group):
+        raise UsageError(
+            f"partition: query heads {first} to {end - 1} of a rank are not whole groups of the "
+            f"{group} heads that share a key/value head in the layers with the window "
+            f"(local_n_kv_heads = {local.n_kv_heads}); use fewer ranks per stage"
+        )
+
+    def columns(heads: tuple[int, int], width: int) -> tuple[int, int]:
+        return heads[0] * width, heads[1] * width
+
+    return {
+        "attn.q": columns(plan.heads, local.key_dim),
+        "attn.k": columns(kv, local.key_dim),
+        "attn.v": columns(kv, local.value_dim),
+        **dict.fromkeys(("attn.o", "attn.gate"), columns(plan.heads, local.value_dim)),
     }
 
 
@@ -218,7 +253,9 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]], spec
     if op.kind == "plugin":
         return _shard_plugin_op(op, plan, spec)
     if op.attrs.get("own_weights"):
-        heads = plan.heads if op.out == "q" else plan.kv_heads
+        rows = cuts[f"attn.{op.out[0]}"]
+        D = op.attrs.get("head", spec.head_dim)
+        heads = rows[0] // D, rows[1] // D
         return dataclasses.replace(op, weights=op.weights[slice(*heads)])
     if op.kind == "heads_linear":
         return dataclasses.replace(op, weights=op.weights[slice(*plan.heads)])

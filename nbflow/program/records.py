@@ -82,9 +82,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from nbflow.spec.architecture import HeadShape
 from nbflow.spec.model_spec import ModelSpec
 
 Kind = Literal[
@@ -190,6 +191,12 @@ def state_key(op: Op) -> StateKey:
     return op.layer or 0, op.out
 
 
+def kv_heads_read(spec: ModelSpec, layer: int, heads: tuple[int, int]) -> tuple[int, int]:
+    """Return the first and last + 1 KV head of a layer that query heads (first, number) read."""
+    n, (first, n_heads) = spec.heads_of(layer).n_kv_heads, heads
+    return first * n // spec.n_heads, -(-(first + n_heads) * n // spec.n_heads)
+
+
 @dataclass(frozen=True)
 class Program:
     """Forward pass of one rank."""
@@ -209,6 +216,14 @@ class Program:
     def kv_layers(self) -> tuple[int, ...]:
         """Layers with keys and values."""
         return tuple(dict.fromkeys(op.layer or 0 for op in self.ops if op.kind == "append_kv"))
+
+    def heads_of(self, layer: int) -> HeadShape:
+        """Return the heads of a layer's attention whose keys and values this rank stores."""
+        heads = self.spec.heads_of(layer)
+        if not self.spec.is_local(layer):
+            return replace(heads, n_kv_heads=self.n_kv_heads)
+        first, end = kv_heads_read(self.spec, layer, (self.first_head, self.n_heads))
+        return replace(heads, n_kv_heads=end - first)
 
     @property
     def states(self) -> dict[StateKey, tuple[int, ...]]:

@@ -32,6 +32,16 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class HeadShape:
+    """Heads of attention of one layer, as the KV cache holds them."""
+
+    n_kv_heads: int
+    key_dim: int
+    """Columns of a head's queries and keys; of MLA, those of the latent vector and its rotation."""
+    value_dim: int
+
+
+@dataclass(frozen=True)
 class TemperatureSpec:
     """Factor of queries that grows with their position p.
 
@@ -294,8 +304,14 @@ class Architecture:
     indexer: IndexerSpec | None = None
     """Selection of keys (sparse attention); None if all contexts are too short for it."""
     attention_sinks: bool = False
+    sink_layers: Literal["all", "window"] = "all"
+    """Layers that have the sinks."""
     local_rope: RopeSpec | None = None
     """Rotary embedding of the layers with the window, if it differs."""
+    heads_value_dim: int = 0
+    """Columns of a head's values, without latent attention; 0 for `head_dim`."""
+    local_heads: HeadShape | None = None
+    """Heads of the layers with the window, if they differ."""
     layer_kinds: tuple[LayerKind, ...] = ()
     """Kind of each layer; empty if all are attention and feed-forward network."""
     conv_kernel: int = 0
@@ -383,12 +399,14 @@ class Architecture:
         """Return the place of a layer's norms."""
         return self.kind_of(layer).norm_place or self.norm_place
 
-    def rotation_block(self, side: CacheSide) -> int:
-        """Return the columns of a block of the rotation of keys or of values.
+    def rotation_block(self, side: CacheSide, layer: int = 0) -> int:
+        """Return the columns of a block of the rotation of a layer's keys or values.
 
         The largest power of two that divides a head, for values at most 64: llama.cpp's choice.
         """
-        block = self.head_dim & -self.head_dim
+        heads = self.heads_of(layer)
+        size = heads.key_dim if side == "keys" else heads.value_dim
+        block = size & -size
         return block if side == "keys" else min(block, 64)
 
     @property
@@ -419,6 +437,23 @@ class Architecture:
             return replace(self.rope, dim=0, scaling=None)
         local = self.local_rope is not None and self.window_of(layer) is not None
         return self.local_rope if local and self.local_rope is not None else self.rope
+
+    def is_local(self, layer: int) -> bool:
+        """Return whether a layer has the heads of the layers with the window."""
+        return self.local_heads is not None and self.window_of(layer) is not None
+
+    def heads_of(self, layer: int) -> HeadShape:
+        """Return the heads of a layer's attention."""
+        if self.latent is not None:
+            return HeadShape(self.n_kv_heads, self.cached_dim, self.latent.kv_rank)
+        if self.local_heads is not None and self.is_local(layer):
+            return self.local_heads
+        return HeadShape(self.n_kv_heads, self.head_dim, self.value_dim)
+
+    def has_sinks(self, layer: int) -> bool:
+        """Return whether the heads of a layer have attention sinks."""
+        of_all = self.sink_layers == "all" or self.window_of(layer) is not None
+        return self.attention_sinks and of_all
 
     def temperature_of(self, layer: int) -> TemperatureSpec | None:
         """Return the factor by position of a layer's queries."""
@@ -456,8 +491,10 @@ class Architecture:
 
     @property
     def value_dim(self) -> int:
-        """Columns of a head's output."""
-        return self.head_dim if self.latent is None else self.latent.value_dim
+        """Columns of a head's output in the layers without the window."""
+        if self.latent is not None:
+            return self.latent.value_dim
+        return self.heads_value_dim or self.head_dim
 
     @property
     def cached_dim(self) -> int:

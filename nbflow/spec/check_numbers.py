@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from nbflow.spec.architecture import Architecture, LatentSpec, RopeSpec
+from nbflow.spec.architecture import Architecture, HeadShape, LatentSpec, RopeSpec
 from nbflow.spec.fields import FIELDS, MAX_FLOAT, MAX_INT, check_bounds
 from nbflow.spec.plugin_ops import OPS
 from nbflow.spec.tensor_names import EXPERT_BIASES
@@ -36,9 +36,12 @@ def _problems(spec: Architecture) -> Iterator[str]:
         yield (
             f"n_heads must be a multiple of n_kv_heads, got {spec.n_heads} and {spec.n_kv_heads}"
         )
-    for rope in (spec.rope, spec.local_rope):
-        if rope and (rope.dim > spec.head_dim or rope.dim % 2 or rope.dim < 0):
-            yield f"rope.dim must be even and at most head_dim = {spec.head_dim}, got {rope.dim}"
+    if spec.local_heads is not None:
+        yield from _local_problems(spec, spec.local_heads)
+    for rope, local in ((spec.rope, None), (spec.local_rope, spec.local_heads)):
+        most = spec.head_dim if local is None else local.key_dim
+        if rope and (rope.dim > most or rope.dim % 2 or rope.dim < 0):
+            yield f"rope.dim must be even and at most head_dim = {most}, got {rope.dim}"
         if rope and rope.scaling is not None:
             yield from _scaling_problems(spec, rope)
     if spec.residual != "sequential" and spec.norm_place != "pre":
@@ -118,6 +121,25 @@ def _scaling_problems(spec: Architecture, rope: RopeSpec) -> Iterator[str]:
                 f"rope_scaling gives angles that are not finite, for {length} "
                 "positions; its numbers are too large or too small"
             )
+
+
+def _local_problems(spec: Architecture, local: HeadShape) -> Iterator[str]:
+    """Yield problems of layers with the window that have heads of their own."""
+    if spec.n_heads % local.n_kv_heads:
+        yield (
+            f"n_heads must be a multiple of local_n_kv_heads, got {spec.n_heads} and "
+            f"{local.n_kv_heads}"
+        )
+    for name, wanted in (("latent", None), ("encoder", None), ("attention", None)):
+        if getattr(spec, name) != wanted:
+            yield f"local_n_kv_heads, local_head_dim and local_value_dim go without {name}"
+    if local.key_dim != spec.head_dim and spec.local_rope is None and spec.rope.dim:
+        yield "local_head_dim needs local_rope_theta, the rotary base of the layers with the window"
+    if spec.qk_norm == "all" or spec.qkv_layout == "groups":
+        yield (
+            "local_n_kv_heads, local_head_dim and local_value_dim go without qk_norm 'all' and "
+            f"qkv_layout 'groups', got {spec.qk_norm!r} and {spec.qkv_layout!r}"
+        )
 
 
 def _variant_problems(spec: Architecture, name: str) -> Iterator[str]:

@@ -210,6 +210,7 @@ FIELDS: dict[str, Field] = {
     "attention_sinks": Field(
         bool, "each head has a sink: one more score in the softmax, without a key", False
     ),
+    "sink_layers": Field(("all", "window"), "layers with attention_sinks", "all"),
     "attention_temperature_scale": Field(
         float,
         "queries at position p times 1 + scale * ln(1 + (p + offset) // floor); none if absent",
@@ -254,7 +255,7 @@ FIELDS: dict[str, Field] = {
     ),
     "value_dim": Field(
         int,
-        "latent attention: width of a head's values; head_dim if absent",
+        "width of a head's values; head_dim if absent",
         None,
         least=1,
         most=MAX_WIDTH,
@@ -389,6 +390,28 @@ FIELDS: dict[str, Field] = {
     ),
     "unrotated_every": Field(int, "every n-th layer is not rotated; 0: all are", 0),
     "rope_windows_only": Field(bool, "only layers with the window are rotated", False),
+    "local_n_kv_heads": Field(
+        int,
+        "heads of keys and values in the layers with the window; n_kv_heads if absent",
+        None,
+        least=1,
+        most=MAX_WIDTH,
+    ),
+    "local_head_dim": Field(
+        int,
+        "width of one head in the layers with the window; head_dim if absent",
+        None,
+        least=1,
+        most=MAX_WIDTH,
+    ),
+    "local_value_dim": Field(
+        int,
+        "width of a head's values in the layers with the window; if absent, local_head_dim if that "
+        "is stated, else value_dim",
+        None,
+        least=1,
+        most=MAX_WIDTH,
+    ),
     "local_rope_theta": Field(
         float, "base in the layers with the window, which then have no scaling", None, least=1.0
     ),

@@ -10,6 +10,7 @@ from typing import Any
 from nbflow.checkpoint.quantization_config import read_quantization
 from nbflow.spec.architecture import (
     ClassifierSpec,
+    HeadShape,
     IndexerSpec,
     LatentSpec,
     LayerKind,
@@ -136,6 +137,8 @@ def build_spec(
             unrotated_layers=unrotated(values, full_layers, where),
             temperature=temperature(values, where),
             latent=_latent(values),
+            heads_value_dim=0 if values["kv_rank"] else values["value_dim"] or 0,
+            local_heads=_local_heads(values),
             indexer=_indexer(values, where),
             delta=delta(values),
             ssm=state_space(values),
@@ -378,6 +381,19 @@ def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
         value_dim=values["head_dim"] if value_dim is None else value_dim,
         norm_eps=values["norm_eps"] if eps is None else eps,
     )
+
+
+def _local_heads(values: Mapping[str, Any]) -> HeadShape | None:
+    """Return the heads of the layers with the window; None if all layers have the same."""
+    n, dim, value_dim = (
+        values[f"local_{name}"] for name in ("n_kv_heads", "head_dim", "value_dim")
+    )
+    usual_dim, usual_value = values["head_dim"], values["value_dim"] or values["head_dim"]
+    if value_dim is None:
+        value_dim = usual_value if dim is None else dim
+    usual = HeadShape(values["n_kv_heads"], usual_dim, usual_value)
+    local = HeadShape(n or values["n_kv_heads"], dim or usual_dim, value_dim)
+    return None if values["window"] is None or local == usual else local
 
 
 def _indexer(values: Mapping[str, Any], where: str) -> IndexerSpec | None:

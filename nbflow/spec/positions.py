@@ -45,7 +45,10 @@ def ropes(
     except (UsageError, TypeError, ArithmeticError) as error:
         raise UsageError(f"{where}: rope_scaling: {error}") from error
     local = values["local_rope_theta"]
-    local_rope = None if local is None else RopeSpec(style, local, dim)
+    local_dim, head_dim = dim, values["local_head_dim"]
+    if head_dim is not None and values["rope_dim"] is None:
+        local_dim = int(head_dim * values["rope_fraction"])
+    local_rope = None if local is None else RopeSpec(style, local, local_dim)
     return RopeSpec(style, theta, dim, scaling), local_rope, factor
 
 

@@ -49,7 +49,7 @@ def layer_shapes(spec: Architecture, layer: int) -> Shapes:
     for norm in layer_norms(spec, layer):
         shapes |= _norm(spec, norm, E)
     for mixer in kind.mixer:
-        shapes |= MIXER_SHAPES[mixer](spec)
+        shapes |= MIXER_SHAPES[mixer](spec, layer)
     for key, part in PLACES.items():
         if (op := getattr(kind, key)) is not None:
             of_op = OPS[op].shapes(spec)
@@ -70,23 +70,27 @@ def layer_shapes(spec: Architecture, layer: int) -> Shapes:
     return shapes
 
 
-def _attention_shapes(spec: Architecture) -> Shapes:
+def _attention_shapes(spec: Architecture, layer: int) -> Shapes:
     """Return the tensors of attention, and of cross-attention if the model has an encoder."""
     E = spec.hidden_size
     shapes: Shapes = {}
-    q_rows, kv_rows = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    heads, H = spec.heads_of(layer), spec.n_heads
+    D, Dv, G = heads.key_dim, heads.value_dim, heads.n_kv_heads
+    if spec.latent is not None:
+        D, Dv = spec.head_dim, spec.value_dim
+    q_rows, kv_rows, out = H * D, G * D, H * Dv
     if spec.latent is not None:
         shapes |= _latent_shapes(spec, spec.latent)
     else:
         shapes |= {
             "attn.q.weight": (q_rows, E),
             "attn.k.weight": (kv_rows, E),
-            "attn.v.weight": (kv_rows, E),
-            "attn.o.weight": (E, q_rows),
+            "attn.v.weight": (G * Dv, E),
+            "attn.o.weight": (E, out),
         }
     if spec.output_gate:
-        shapes["attn.gate.weight"] = (q_rows, E)
-    if spec.attention_sinks:
+        shapes["attn.gate.weight"] = (out, E)
+    if spec.has_sinks(layer):
         shapes["attn.sinks.weight"] = (spec.n_heads,)
     if spec.encoder is not None:
         inner = spec.encoder.hidden_size
@@ -100,22 +104,22 @@ def _attention_shapes(spec: Architecture) -> Shapes:
     if not spec.qk_norm_weight:
         return shapes
     if spec.qk_norm == "each_head":
-        for name, n in (("q", spec.n_heads), ("k", spec.n_kv_heads)):
-            shapes |= {f"attn.{name}_norm.{j}.weight": (spec.head_dim,) for j in range(n)}
+        for name, n in (("q", H), ("k", G)):
+            shapes |= {f"attn.{name}_norm.{j}.weight": (D,) for j in range(n)}
     elif spec.qk_norm != "none":
-        widths = (q_rows, kv_rows) if spec.qk_norm == "all" else (spec.head_dim,) * 2
+        widths = (q_rows, kv_rows) if spec.qk_norm == "all" else (D,) * 2
         for name, width in zip(("attn.q_norm", "attn.k_norm"), widths, strict=True):
             shapes[f"{name}.weight"] = (width,)
     return shapes
 
 
-def _short_conv_shapes(spec: Architecture) -> Shapes:
+def _short_conv_shapes(spec: Architecture, layer: int) -> Shapes:
     E = spec.hidden_size
     shapes = {f"short.{name}.weight": (E, E) for name in ("b", "c", "x", "out")}
     return {**shapes, "short.conv.weight": (E, spec.conv_kernel)}
 
 
-def _delta_shapes(spec: Architecture) -> Shapes:
+def _delta_shapes(spec: Architecture, layer: int) -> Shapes:
     delta, E = spec.delta, spec.hidden_size
     assert delta is not None
     keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
@@ -162,7 +166,7 @@ def _indexer_shapes(spec: Architecture) -> Shapes:
     }
 
 
-def _state_space_shapes(spec: Architecture) -> Shapes:
+def _state_space_shapes(spec: Architecture, layer: int) -> Shapes:
     ssm, E = spec.ssm, spec.hidden_size
     assert ssm is not None
     vectors = ssm.groups * ssm.state_dim
@@ -177,7 +181,7 @@ def _state_space_shapes(spec: Architecture) -> Shapes:
     return shapes | {"ssm.out.weight": (E, ssm.width)}
 
 
-def _selective_shapes(spec: Architecture) -> Shapes:
+def _selective_shapes(spec: Architecture, layer: int) -> Shapes:
     mamba, E = spec.selective, spec.hidden_size
     assert mamba is not None
     C, N, R = mamba.width, mamba.state_dim, mamba.dt_rank
@@ -199,13 +203,13 @@ def _selective_shapes(spec: Architecture) -> Shapes:
     }
 
 
-def _lightning_shapes(spec: Architecture) -> Shapes:
+def _lightning_shapes(spec: Architecture, layer: int) -> Shapes:
     E, rows = spec.hidden_size, spec.n_heads * spec.head_dim
     shapes: Shapes = {f"lightning.{name}.weight": (rows, E) for name in ("q", "k", "v", "gate")}
     return {**shapes, "lightning.norm.weight": (rows,), "lightning.out.weight": (E, rows)}
 
 
-def _no_shapes(spec: Architecture) -> Shapes:
+def _no_shapes(spec: Architecture, layer: int) -> Shapes:
     return {}
 
 

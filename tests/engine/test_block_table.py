@@ -9,6 +9,7 @@ import pytest
 
 from nbflow.kv_cache import BlockTable, KVStorage
 from nbflow.kv_cache.block_table import NoFreePageError
+from nbflow.spec.architecture import HeadShape
 
 PAGE = 4
 
@@ -249,7 +250,7 @@ def test_the_last_page_of_a_sequence_is_kept_though_it_is_not_full():
 
 
 def test_pages_are_copied():
-    storage = KVStorage([0, 3], 4, 2, 8, "f16")
+    storage = KVStorage([0, 3], 4, HeadShape(2, 8, 8), "f16")
     storage.ensure(3)
     storage.layers[3][1][1] = 7
     storage.copy_pages([(1, 2), (0, 1)])

@@ -11,6 +11,7 @@ from nbflow.engine.request import Request
 from nbflow.executor.step import make_step
 from nbflow.kv_cache import BlockTable, KVStorage
 from nbflow.sampling import Greedy
+from nbflow.spec.architecture import HeadShape
 
 
 def test_no_page_is_leaked_or_shared_over_random_operations():
@@ -40,7 +41,7 @@ def test_no_page_is_leaked_or_shared_over_random_operations():
 
 
 def test_storage_keeps_its_pages_when_it_grows():
-    storage = KVStorage([2, 5], 4, 3, 8, "f16")
+    storage = KVStorage([2, 5], 4, HeadShape(3, 8, 8), "f16")
     storage.ensure(2)
     storage.layers[5][1][1] = 7
     storage.ensure(5)

@@ -13,7 +13,7 @@ from nbflow.checkpoint import open_weights
 from nbflow.executor import ReferenceExecutor, WeightLoader
 from nbflow.kv_cache import make_storage
 from nbflow.program import build, fuse
-from nbflow.program.cost import StepShape, kv_token_bytes, op_cost
+from nbflow.program.cost import StepShape, kv_layer_bytes, op_cost
 from nbflow.spec import resolve
 from nbflow.spec.architecture import LatentSpec, RopeSpec
 from nbflow_kernels.errors import UsageError
@@ -54,7 +54,7 @@ def error(a: np.ndarray, b: np.ndarray) -> float:
 
 def test_the_cache_holds_one_vector_for_each_token(folder: Path) -> None:
     spec = resolve(folder).spec
-    storage = make_storage(spec, [0, 1], 16, 1, "f16")
+    storage = make_storage(spec, [0, 1], 16, spec.heads_of, "f16")
     storage.ensure(3)
     assert storage.n_bytes == 2 * 3 * 16 * (C + ROPE) * 2  # layers, pages, tokens, numbers, bytes
     keys, values = storage.layers[1]
@@ -65,9 +65,9 @@ def test_the_cache_holds_one_vector_for_each_token(folder: Path) -> None:
     latent = LatentSpec(48, 0, V, 1e-6)
     odd = make_spec(latent=latent, n_kv_heads=1, rope=RopeSpec("half", 1e4, 16))
     with pytest.raises(UsageError, match=r"48 columns of a latent vector.*whole blocks of 32"):
-        make_storage(odd, [0], 16, 1, "q8_0")
+        make_storage(odd, [0], 16, spec.heads_of, "q8_0")
     with pytest.raises(UsageError, match=r"values of latent attention are part of its keys"):
-        make_storage(odd, [0], 16, 1, "f16/f32")
+        make_storage(odd, [0], 16, spec.heads_of, "f16/f32")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_what_a_step_costs(folder: Path) -> None:
     """Keys and values are one vector a token; each head's query and sum are as wide as it."""
     spec = resolve(folder).spec
     program = fuse(build(spec))
-    assert kv_token_bytes(program, "f16") == 2 * (C + ROPE)
+    assert kv_layer_bytes(program, "f16", 0) == 2 * (C + ROPE)
     shape = StepShape(n_sequences=1, n_new=1, context=10, n_logits=1)
     costs = {op.kind: op_cost(program, op, shape, lambda name: 16, "f16") for op in program.ops}
     assert costs["attention"].attention_operations == 10 * 2 * H * (C + ROPE + C)

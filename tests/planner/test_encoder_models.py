@@ -53,7 +53,7 @@ def test_every_part_is_counted(name: str, partition: str) -> None:
         texts = WORK.batch * WORK.prompt
         rooms = [texts] if encoder is None else [WORK.batch * (WORK.generate + 1), texts, texts]
         tokens = [
-            room * kv_token_bytes(shard(program, plan), "f16") * (plan.layers[1] - plan.layers[0])
+            room * kv_token_bytes(shard(program, plan), "f16")
             for room, (program, plan, _) in zip(rooms, parts, strict=True)
         ]
         assert rank.kv_bytes == sum(tokens)

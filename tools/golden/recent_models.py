@@ -165,6 +165,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32", {**SPARSE, "rope_parameters": rope(
         "yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0,
         mscale=0.707, mscale_all_dim=0.707)}),
+    "mimo_v2_flash": ("MiMoV2Flash", {
+        **EXPERTS, "num_hidden_layers": 4, "head_dim": 12, "v_head_dim": 8, "n_routed_experts": 8,
+        "n_group": 1, "topk_group": 1, "sliding_window": 9, "layer_types": [
+            "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": rope(theta=5e3, partial_rotary_factor=0.334),
+            "sliding_attention": rope(theta=1e2, partial_rotary_factor=0.334)}}),
     "glm_moe_dsa": ("GlmMoeDsa", {
         **SPARSE, "n_group": 1, "topk_group": 1, "attention_bias": True,
         "indexer_types": ["full", "shared", "full"]}),

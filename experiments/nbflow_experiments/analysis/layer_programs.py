@@ -90,7 +90,7 @@ class Stage:
         self._weights.operands = list(self._exact)
         spec = program.spec
         xp = np if device.on_host else device
-        self._storage = make_storage(spec, program.kv_layers, PAGE_SIZE, program.n_kv_heads, kv, xp)
+        self._storage = make_storage(spec, program.kv_layers, PAGE_SIZE, program.heads_of, kv, xp)
         self._states = StateStorage(program.states, xp)
         self._activations = activations
         self._tables: dict[Any, Any] = {} if tables is None else tables
