@@ -20,9 +20,12 @@ from nbflow.spec import resolve
 from nbflow_kernels.errors import UsageError
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
-MODELS = ["gemma2", "gpt_neox", "qwen3", "granite4", "gpt_oss_limit", "llama4_text", "mpt"]
+MODELS = [
+    "gemma2", "gpt_neox", "qwen3", "granite4", "gpt_oss_limit", "llama4_text", "mpt",
+    "mimo_v2_flash",
+]  # fmt: skip
 """Windows and soft caps, partial rotary embedding, q/k norms, recurrent layers, attention sinks,
-chunks with a temperature, ALiBi."""
+chunks with a temperature, ALiBi, heads of several sizes."""
 
 
 @pytest.fixture(scope="module")
