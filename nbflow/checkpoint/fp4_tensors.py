@@ -75,7 +75,9 @@ class Fp4Parts:
     def blocks(self, read: Read, format: Any, rows: Span, columns: Span) -> NDArray[np.uint8]:
         """Return the bytes of rows in e2m1_g16_f32, columns in whole blocks."""
         codes = read(self.codes, rows, (columns[0] // 2, columns[1] // 2))
-        scales = self._block_scales(read, rows, (columns[0] // GROUP, columns[1] // GROUP))
+        scales: NDArray[Any] = self._block_scales(
+            read, rows, (columns[0] // GROUP, columns[1] // GROUP)
+        )
         if self.tensor_scale is not None:
             of_tensor = read(self.tensor_scale, None, None).reshape(())
             with np.errstate(all="ignore"):  # a file may hold 0 or NaN
