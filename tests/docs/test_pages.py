@@ -12,6 +12,7 @@ import pytest
 from mpirun import SOURCES
 
 from nbflow import cli
+from nbflow.checkpoint.quantization_config import METHODS
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.kv_cache.float8 import FLOAT8
@@ -119,6 +120,32 @@ def test_stated_number_of_functions():
     names = sum(map(len, FAMILIES.values()))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{names} functions and classes" in readme
+
+
+def test_stated_numbers_of_models():
+    specs = ROOT / "specs/nbflow_specs"
+    families = len(list((specs / "families").glob("*.toml")))
+    golden = len(list((ROOT / "tests/golden/families").iterdir()))
+    comparison = page("comparison.md")
+    for pattern, found in (
+        (r"more than (\d+) families", families),
+        (r"more than (\d+) tiny checkpoints", golden),
+    ):
+        stated = int(re.search(pattern, comparison)[1])
+        assert stated < found <= stated + 30, pattern
+    released = len(list((specs / "models").glob("*.toml")))
+    for name in ("models.md", "bring_your_own_architecture.md"):
+        assert f"Some {round(released, -1)} released models" in page(name)
+
+
+def test_what_checkpoints_are_read():
+    """README and the comparison name as missing only what the readers refuse."""
+    stated = re.search(r"Missing: (.*?)\.\n", (ROOT / "README.md").read_text(), re.S)[1]
+    lacking = page("comparison.md").partition("## Projects that measure")[0]
+    row = re.search(r"^\| reading checkpoints of (.*?) \(", lacking, re.M)[1]
+    for method in METHODS:
+        assert f"`{method}`" in page("checkpoints.md"), method
+        assert method.lower() not in f"{stated} {row}".lower(), method
 
 
 def commands() -> list[tuple[str, str, str]]:
