@@ -23,7 +23,7 @@ from nbflow_experiments.figure_style import (
     new_figure,
     series_style,
 )
-from nbflow_experiments.report import cascade, serving, speed, write_report
+from nbflow_experiments.report import cascade, quality, serving, speed, write_report
 from nbflow_experiments.report.data import Results, load_results
 from nbflow_experiments.report.summary import LEAST_S, pareto, repetition_s, statements
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
@@ -239,6 +239,25 @@ def test_speed_is_not_drawn_with_more_series_than_can_be_told_apart() -> None:
     assert len(speed.draw(few).figure.axes) == 1
     with pytest.raises(NotDrawn, match="each format has 4 combinations of settings"):
         speed.draw(speeds(weights=weights, batch=[1, 2, 4, 8] * 2))
+
+
+def test_quality_holds_the_settings_with_fewest_values_where_series_are_many() -> None:
+    rows = list(itertools.product(("q4", "f16"), [f"q{i}" for i in range(7)], ("none", "hadamard")))
+    weights, caches, rotations = map(list, zip(*rows, strict=True))
+    data = served(
+        weights=weights, kv=caches, kv_rotation=rotations, kld_mean_nats=[0.1] * len(rows),
+        importance=[""] * len(rows),
+    )  # fmt: skip
+    drawn = quality.draw(data)
+    (legend,) = drawn.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [f"kv = q{i}" for i in range(7)]
+    assert drawn.title == "Bits per weight against error; kv_rotation = none"
+
+
+def test_settings_without_a_value_are_named() -> None:
+    data = served(importance=["", "inputs.gguf"], kld_mean_nats=[0.1, 0.2])
+    labels = [label for label, _ in data.series(())]
+    assert labels == ["importance = none", "importance = inputs.gguf"]
 
 
 def test_throughput_of_one_line_is_left_to_the_partitions() -> None:

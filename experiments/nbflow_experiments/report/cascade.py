@@ -48,7 +48,7 @@ def draw(results: Results) -> Drawing:
         "the engine does, bit for bit the same; levels are two runs and a merge. Panels: heads, "
         "format of the cache. Medians."
     )
-    return Drawing(figure, "Cascade attention", caption)
+    return Drawing(figure, f"Cascade attention; {own} keys of each sequence alone", caption)
 
 
 def _heads(heads: str) -> str:

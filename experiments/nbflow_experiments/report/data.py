@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,30 @@ class Results:
             return [("", self.done)]
         parts = []
         for values, part in self.done.groupby(names, sort=False):
-            text = ", ".join(f"{n} = {v}" for n, v in zip(names, values, strict=True))
-            parts.append((text, part))
+            given = zip(names, values, strict=True)
+            parts.append((", ".join(f"{n} = {_shown_value(v)}" for n, v in given), part))
         return parts
+
+    def with_fewer_series(self, fixed: Sequence[str], most: int) -> tuple[Results, str]:
+        """Return these results at the first value of some settings, for at most `most` series.
+
+        Settings with the fewest values are held first, and the one with the most values never is.
+        The text names them with their values, e.g. "kv = f16, seed = 0".
+        """
+        results, held = self, []
+        names = self.varying([n for n in SETTINGS if n in self.done and n not in fixed])
+        names.sort(key=lambda name: int(self.done[name].nunique()))
+        for name in names[:-1]:
+            if len(results.series(fixed)) <= most:
+                break
+            first = results.done[name].iloc[0]
+            results = replace(results, points=results.points[results.points[name] == first])
+            held.append(f"{name} = {_shown_value(first)}")
+        return results, ", ".join(held)
+
+
+def _shown_value(value: Any) -> str:
+    return "none" if value == "" else str(value)
 
 
 def load_results(path: Path, weights: str | None = None) -> Results:

@@ -33,7 +33,8 @@ def draw(results: Results) -> Drawing:
     batches = sorted({int(batch) for batch in rows.batch})
     shown = [b for b in (batches[0], batches[-1]) if b == batches[0] or len(batches) > 1]
     settings = ["partition", "device", *results.varying(OFFLOAD_SETTINGS)]
-    groups = list(rows.groupby(settings, sort=False))[:_MOST_PANELS]
+    every = list(rows.groupby(settings, sort=False))
+    groups = every[:_MOST_PANELS]
     with new_figure(len(groups), 3.2) as (figure, axes):
         for panel, ((partition, device, *offload), part) in zip(axes, groups, strict=True):
             _draw_panel(panel, part, shown)
@@ -46,7 +47,10 @@ def draw(results: Results) -> Drawing:
         for panel in axes:
             panel.set_ylim(0, top)
         legend_above(figure, *axes)
-    return Drawing(figure, "Bits per weight against memory", _caption(rows, shown))
+    caption = _caption(rows, shown)
+    if len(groups) < len(every):
+        caption += f" The first {len(groups)} of {len(every)} combinations are drawn."
+    return Drawing(figure, "Bits per weight against memory", caption)
 
 
 def _caption(rows: Any, batches: Sequence[int]) -> str:

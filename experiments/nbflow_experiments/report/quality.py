@@ -42,6 +42,7 @@ def draw(results: Results) -> Drawing:
         raise NotDrawn("")
     if results.done.weights.nunique() < 2:
         raise NotDrawn("the points that succeeded have only one weight format")
+    results, held = results.with_fewer_series(_NOT_QUALITY, _MOST_SERIES)
     every = results.series(_NOT_QUALITY)
     series = spread(every, _MOST_SERIES)
     height = 4.2 if results.done.weights.nunique() > 12 else 3.4  # names are upright
@@ -58,9 +59,12 @@ def draw(results: Results) -> Drawing:
         "reference, token by token (or perplexity); relative Frobenius error of the quantized "
         "matrices. Bars are one standard error. Open markers at the lower edge stand for no error."
     )
+    if held:
+        text += f" Drawn for {held}; the table has all."
     if len(series) < len(every):
         text += f" {len(series)} of {len(every)} combinations of settings; the table has all."
-    return Drawing(figure, "Bits per weight against error", f"{text} {_spread(results)}")
+    title = "Bits per weight against error" + (f"; {held}" if held else "")
+    return Drawing(figure, title, f"{text} {_spread(results)}")
 
 
 def _draw_panel(
