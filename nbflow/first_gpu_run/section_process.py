@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nbflow.first_gpu_run.sections import Context, Section, Skipped, section
+from nbflow.first_gpu_run.sections import EMULATED_ARRAYS, Context, Section, Skipped, section
 from nbflow_kernels.errors import MissingExtraError
 
 
@@ -42,6 +42,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, required=True)
     parser.add_argument("--emulator", action="store_true")
     arguments = parser.parse_args()
+    if arguments.emulator:  # the device with the most kinds of kernels
+        importlib.import_module(EMULATED_ARRAYS).reset(arch="sm_90")
     with os.fdopen(arguments.channel, "w", encoding="utf-8") as channel:
 
         def send(said: dict[str, Any]) -> None:

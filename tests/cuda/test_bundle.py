@@ -184,6 +184,14 @@ def test_a_numba_kernel_comes_from_the_bundle_without_libnvvm(
         fill.compile("sm_90", "cubin")
     bundle.use(path)
     assert fill.compile("sm_90", "cubin") == code
+
+    def fails(name: str) -> None:
+        raise RuntimeError("no libcudart.so.13\n  searched: ...")
+
+    with monkeypatch.context() as patch:  # numba-cuda loads it when it is imported
+        patch.setattr(numba_cuda.importlib, "import_module", fails)
+        with pytest.raises(MissingExtraError, match=r"does not import \(.*libcudart.so.13\): pip"):
+            numba_cuda.module()
     monkeypatch.setattr(numba_cuda, "LEAST_VERSION", (99, 0))  # too old a numba-cuda
     assert fill.compile("sm_90", "cubin") == code
 

@@ -171,9 +171,13 @@ def test_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {name: journal.ends[name]["status"] for name in chosen} == {
         **dict.fromkeys(chosen, "ok"), "tests": "skipped", "sanitizer": "skipped",
     }  # fmt: skip
-    assert next(row for row in rows["facts"] if row["fact"] == "device")["arch"] == "sm_80"
+    assert next(row for row in rows["facts"] if row["fact"] == "device")["arch"] == "sm_90"
     (alignment,) = [row for row in rows["arithmetic"] if row["probe"] == "alignment"]
-    assert alignment["fraction_bits"] is None or alignment["fraction_bits"] >= 23
+    assert alignment["fraction_bits"] == 25
+    kinds = {row["kernel"] for row in rows["kernels"]}
+    assert {"cluster", "200 KB of shared memory", "Numba"} <= kinds
+    skipped = [row for name in ("arithmetic", "kernels") for row in rows[name] if "skipped" in row]
+    assert skipped == []
     errors = [
         row for section in ("arithmetic", "kernels") for row in rows[section] if "error" in row
     ]

@@ -14,6 +14,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed: there is nothi
 OWN = {
     *("reset", "last_launch", "mapped", "memory_bytes", "installed"),
     *("cuda.MemoryPool.take", "cuda.MemoryPool.give", "cuda.alloc_pinned_memory.check"),
+    *("cuda.Stream.note_sent", "cuda.Stream.check_sent"),
 }
 """Further names that tests, launchers and the stand-in use."""
 PLACES = {"": (stand_in, cupy), "cuda.": (stand_in.cuda, cupy.cuda)}

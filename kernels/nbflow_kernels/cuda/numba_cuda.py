@@ -37,11 +37,26 @@ def version() -> str:
     Raises
     ------
     MissingExtraError
-        If numba-cuda is not installed.
+        If numba-cuda is not installed, or lacks libraries.
     """
     _numba_cuda()
     metadata = importlib.import_module("importlib.metadata")
     return f"numba {metadata.version('numba')}, numba-cuda {metadata.version('numba-cuda')}"
+
+
+def module() -> Any:
+    """Import and return ``numba.cuda``.
+
+    Raises
+    ------
+    MissingExtraError
+        If it cannot be imported: numba-cuda loads libraries of the CUDA toolkit meanwhile.
+    """
+    try:
+        return importlib.import_module("numba.cuda")
+    except Exception as e:  # a library that is missing has an error of its finder's own
+        reason = f"{type(e).__name__}: {e}".partition("\n")[0]
+        raise MissingExtraError(f"numba.cuda does not import ({reason}): {INSTALL}") from e
 
 
 def _numba_cuda() -> Any:
@@ -55,7 +70,7 @@ def _numba_cuda() -> Any:
         raise MissingExtraError(f"numba-cuda {has} is older than {least}: {INSTALL}")
     with contextlib.suppress(ImportError):  # as its .pth file does, which Python may not read
         importlib.import_module("_numba_cuda_redirector")
-    found = importlib.import_module("numba.cuda")
+    found = module()
     if "numba_cuda" not in str(found.__file__):
         raise CompileError(
             f"numba.cuda is {found.__file__}, not numba-cuda's, which redirects it: import "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import types
 from typing import Any
 
@@ -20,8 +19,9 @@ def decoder(format: UserFormat, half: bool) -> cuda.Kernel:
     An index out of range gives a row of NaN; `half` is for float16 output.
     """
     from nbflow_kernels.cuda import numba_conversions as numbers
+    from nbflow_kernels.cuda import numba_cuda
 
-    nc: Any = importlib.import_module("numba.cuda")  # on first use: it takes half a second
+    nc: Any = numba_cuda.module()  # on first use: it takes half a second
     size, n_bytes = format.block_size, format.block_bytes
     decode_block = on_device(format, "dequantize_block")
     store = numbers.narrow if half else numbers.same

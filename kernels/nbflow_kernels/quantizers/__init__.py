@@ -166,6 +166,9 @@ def _quantize_cuda(
     x: Any, format: QuantFormat, quantizer: str, importance: Any, outliers: float
 ) -> QuantTensor:
     """Quantize on a CUDA device."""
+    from nbflow_kernels.cuda import numba_cuda
+
+    numba_cuda.module()  # a clear error if it lacks libraries
     from nbflow_kernels.quantizers import cuda
 
     if importance is not None or outliers:

@@ -174,7 +174,7 @@ def _words(value: Any) -> tuple[Any, ...]:
 
 def _make_kernel(transform: Any, mask_of: Any, output: Any, use_softmax: bool) -> Any:
     """Return the kernel: one warp, and so one thread block, per query vector."""
-    device: Any = importlib.import_module("numba.cuda")
+    device: Any = numba_cuda.module()
 
     def hook(name: str, function: Any) -> Any:
         compiled = device.jit(device=True)(function)
