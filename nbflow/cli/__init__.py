@@ -37,6 +37,10 @@ COMMANDS = {
         "compare checkpoints of a model with its float32 reference",
     ),
     "board": ("nbflow_experiments.commands.board", "rank weight formats at equal stored bits"),
+    "reproduce": (
+        "nbflow_experiments.commands.reproduce",
+        "measure published tables of quality",
+    ),
     "inspect": ("nbflow.cli.commands.inspect", "list the tensors of a weight file"),
     "quantize": ("nbflow.cli.commands.quantize", "write a checkpoint in a weight format"),
     "imatrix": ("nbflow_experiments.commands.imatrix", "collect an importance matrix"),

@@ -29,6 +29,7 @@ from kv_rotation_table import kv_rotation  # noqa: E402
 from launch_table import launches  # noqa: E402
 from memory_tables import TABLES as MEMORY  # noqa: E402
 from published_rows import latest  # noqa: E402
+from reproduce_tables import published_tables, recorded_runs  # noqa: E402
 from server_tables import TABLES as SERVER  # noqa: E402
 
 RESULTS = ROOT / "results" / "formats"
@@ -278,6 +279,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/experiments.md": EXPERIMENTS,
     "docs/quantization.md": {"gain": gain, "gain, encoder": drift},
     "docs/board.md": {"board": board_table},
+    "docs/reproduce.md": {"published": published_tables, "runs": recorded_runs},
     "docs/kvcache.md": {"kv_rotation": kv_rotation},
 }
 """File -> its markers and their generated content."""
