@@ -86,7 +86,7 @@ class AllocationRun:
             self._names,
             sensitivity=arguments.sensitivity,
             probe=self._probe,
-            progress=_show,
+            progress=show_progress,
             **self._options,
         )
 
@@ -97,7 +97,7 @@ class AllocationRun:
         return check_allocation(self.allocation, self._probe, self._names, **self._options)
 
 
-def _show(what: str, n_done: int, n: int) -> None:
+def show_progress(what: str, n_done: int, n: int) -> None:
     """Show progress on a terminal."""
     if sys.stderr.isatty():
         end = "\n" if n_done == n else ""

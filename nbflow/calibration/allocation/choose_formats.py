@@ -1,15 +1,7 @@
-r"""Mixed-precision allocation: choose a format per matrix with the least loss within a byte budget.
+"""Mixed-precision allocation: choose a format per matrix with the least loss within a byte budget.
 
-The error of a format in a matrix is the relative squared error of its outputs,
-
-.. math:: r_{mf} = \frac{\mathrm{tr}(E M E^T)}{\mathrm{tr}(W M W^T)}, \qquad E = Q_f(W) - W
-
-with the second moments M of its inputs: given, diagonal from mean squares, or the identity.  The
-loss of the model is modelled as :math:`c_m r_{mf}`: near its minimum, the divergence of a model
-grows with the square of the change, and matrices add up.  c_m is 1, or measured: one matrix at a
-time is quantized, and the divergence on a text divided by its r.
-
-`nbflow.calibration.allocation.knapsack` then chooses the formats by their stored bytes.  Additive
+The loss is that of `nbflow.calibration.allocation.sensitivity`, added over the matrices.
+`nbflow.calibration.allocation.knapsack` chooses the formats by their stored bytes.  Additive
 losses are an approximation, which `nbflow.calibration.allocation.check_allocation` verifies.
 """
 
@@ -17,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,21 +20,17 @@ from numpy.typing import NDArray
 import nbflow_kernels as nk
 from nbflow.calibration.allocation.divergence import DivergenceProbe
 from nbflow.calibration.allocation.knapsack import solve
-from nbflow.checkpoint import WeightFile, open_weights
-from nbflow.conversion.importance_names import load_importance
-from nbflow.program.read_operand import read_operand
-from nbflow.program.records import Operand
-from nbflow.quantization.policy import WeightFormats, is_quantized, write_policy
-from nbflow.quantization.prepare import parse_quantizer, prepare
-from nbflow.quantization.quantizer_options import AUTO, QuantizerOptions
-from nbflow.spec import check, resolve
-from nbflow.spec.model_spec import ModelSpec
+from nbflow.calibration.allocation.sensitivity import (
+    Progress,
+    Sensitivity,
+    matrix_errors,
+    with_slopes,
+)
+from nbflow.quantization.policy import WeightFormats, write_policy
+from nbflow.quantization.prepare import parse_quantizer
+from nbflow.quantization.quantizer_options import AUTO
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers import DAMPING
-from nbflow_kernels.quantizers.gptq import output_errors
-
-ROWS = 4096  # quantized per pass
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -157,76 +145,25 @@ def allocate(
         "quantizer": "+".join([*(t for t in transforms if t != "awq"), last]),
         "importance": importance, "act_order": act_order, "damping": damping,
     }  # fmt: skip
-    measured = _measured(model, spec, names, options, progress)
-    slopes = dict.fromkeys(measured.errors, 1.0)
+    measured = matrix_errors(model, spec, names, options, progress)
     if probe is not None and sensitivity == "kld":
         options["spec"] = spec
         middle = min(names, key=lambda f: abs(nk.FORMATS[f].bits_per_weight - float(budgets[0])))
-        slopes = _slopes(measured, middle, probe, options, progress)
-    found = [_chosen(measured, names, slopes, sensitivity, float(bits)) for bits in budgets]
+        measured = with_slopes(measured, middle, probe, options, progress)
+    found = [_chosen(measured, names, sensitivity, float(bits)) for bits in budgets]
     return found if isinstance(bits_per_weight, Sequence) else found[0]
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """Shapes of the matrices and their errors in each format."""
-
-    shapes: dict[str, tuple[int, ...]]
-    errors: dict[str, dict[str, float]]
-
-
-def _measured(
-    model: str | Path,
-    spec: str | Path | None,
-    names: Sequence[str],
-    options: dict[str, Any],
-    progress: Progress | None,
-) -> _Measured:
-    """Return the errors of all matrices in all formats."""
-    resolved = resolve(model, spec=spec)
-    with open_weights(resolved.path) as file:
-        check(resolved.spec, file)
-        known = load_importance(options["importance"], resolved, file)
-        options = {**options, "importance": known}
-        prepared = prepare(resolved.spec, file, lambda _: None, **options)
-        transformed, shapes = prepared.apply_to(file), prepared.spec.tensor_shapes()
-        matrices = {name: shape for name, shape in shapes.items() if is_quantized(name, shape)}
-        errors = {}
-        for i, name in enumerate(matrices):
-            errors[name] = _errors(prepared.spec, transformed, name, names, prepared.quantizer)
-            if progress is not None:
-                progress("errors", i + 1, len(matrices))
-    return _Measured(matrices, errors)
-
-
-def _slopes(
-    measured: _Measured,
-    format: str,
-    probe: DivergenceProbe,
-    options: dict[str, Any],
-    progress: Progress | None,
-) -> dict[str, float]:
-    """Return the divergence per unit of error, with one matrix at a time quantized."""
-    slopes = {}
-    for i, (name, errors) in enumerate(measured.errors.items()):
-        lost = probe.measure(weights=WeightFormats(((name, format),), {}), **options).kld
-        slopes[name] = lost / errors[format] if errors[format] > 0 else 0.0
-        if progress is not None:
-            progress("divergences", i + 1, len(measured.errors))
-    return slopes
-
-
 def _chosen(
-    measured: _Measured,
+    measured: Sensitivity,
     names: Sequence[str],
-    slopes: dict[str, float],
     sensitivity: str,
     bits: float,
 ) -> Allocation:
     """Solve for one budget."""
-    shapes = measured.shapes
+    shapes, slopes = measured.shapes, measured.slopes
     costs = np.array([[slopes[m] * measured.errors[m][f] for f in names] for m in shapes])
-    sizes = np.array([[_n_bytes(shape, f) for f in names] for shape in shapes.values()])
+    sizes = np.array([[stored_bytes(shape, f) for f in names] for shape in shapes.values()])
     n_weights = sum(math.prod(shape) for shape in shapes.values())
     budget = int(bits * n_weights / 8)
     try:
@@ -246,28 +183,7 @@ def _chosen(
     )
 
 
-def _n_bytes(shape: Sequence[int], format: str) -> int:
+def stored_bytes(shape: Sequence[int], format: str) -> int:
+    """Return the bytes of a matrix in a format."""
     chosen = nk.FORMATS[format]
     return shape[0] * chosen.row_blocks(shape[1]) * chosen.block_bytes
-
-
-def _errors(
-    spec: ModelSpec,
-    file: WeightFile,
-    name: str,
-    formats: Sequence[str],
-    quantizer: QuantizerOptions,
-) -> dict[str, float]:
-    """Return the relative squared error of a matrix's outputs in each format."""
-    known = quantizer.importance.get(name)
-    wide = None if known is None else known.astype(np.float64)
-    n_rows = spec.shape_of(name)[0]
-    lost, whole = dict.fromkeys(formats, 0.0), 0.0
-    for first in range(0, n_rows, ROWS):
-        part = Operand(name, rows=(first, min(first + ROWS, n_rows)))
-        rows = read_operand(spec, file, part).astype(np.float32)
-        whole += float(output_errors(rows.astype(np.float64), wide).sum())
-        for format in formats:
-            found = nk.dequantize(quantizer.quantize_matrix(name, rows, format)).astype(np.float64)
-            lost[format] += float(output_errors(found - rows, wide).sum())
-    return {format: error / whole if whole > 0 else 0.0 for format, error in lost.items()}

@@ -2,8 +2,9 @@
 
 It predicts every sensible partition of the ranks, or those of ``--partition``, and marks the best
 for each batch.  It needs no weights: the name of a model, a ``config.json`` or the header of a
-weight file is enough.  ``nbflow plan --measure -o FILE`` describes this machine: under mpirun its
-ranks, otherwise ``--ranks N`` threads.
+weight file is enough.  With ``--max-kld`` it chooses weight and cache formats, too.
+``nbflow plan --measure -o FILE`` describes this machine: under mpirun its ranks, otherwise
+``--ranks N`` threads.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import nbflow_kernels as nk
+from nbflow.cli.joint_plan import (
+    add_joint_arguments,
+    check_not_joint,
+    planned_machine,
+    run_joint,
+)
 from nbflow.cli.option_arguments import add_options
 from nbflow.cli.options import (
     add_kv_arguments,
@@ -32,7 +39,6 @@ from nbflow.planner import (
     best,
     compare,
     known_machines,
-    load_machine,
     machine_toml,
     planned_model,
     with_shares,
@@ -41,6 +47,7 @@ from nbflow.utils.tables import text_table
 from nbflow_kernels.errors import UsageError, unknown_name
 
 SHARES = ("speed", "memory")
+BATCHES = "1,8,64"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--activations", metavar="A", help="arithmetic: f32, f16, bf16, int8 (the machine's first)"
     )
     add_options(parser, LoadOptions, ["all_reduce", "kv_host_percent", "embeddings_on_host"])
-    parser.add_argument("--batch", default="1,8,64", help="batch sizes (1,8,64)")
+    parser.add_argument("--batch", help=f"batch sizes ({BATCHES}); with --max-kld one (1)")
     parser.add_argument("--prompt", type=int, default=512, help="prompt tokens (512)")
     parser.add_argument("--generate", type=int, default=128, help="generated tokens (128)")
     parser.add_argument("--context", type=int, metavar="N", help="KV cache tokens of each sequence")
@@ -88,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="output of --measure (stdout)")
     add_plugins_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_joint_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,13 +104,10 @@ def run(arguments: argparse.Namespace) -> int:
         return _measure(arguments)
     if arguments.model is None:
         raise UsageError("name a MODEL to plan for, or --measure this machine")
-    if arguments.machine is None:
-        raise UsageError(
-            f"name a --machine: {', '.join(known_machines())}, or a file that "
-            "`nbflow plan --measure -o FILE` has written"
-        )
-    machine = load_machine(arguments.machine)
-    machine = machine.with_ranks(arguments.ranks or len(machine.devices))
+    if arguments.max_kld is not None:
+        return run_joint(arguments)
+    check_not_joint(arguments)
+    machine = planned_machine(arguments.machine, arguments.vram, arguments.ranks)
     model = planned_model(arguments.model, arguments.weights)
     setting = RunConfig(
         kv=arguments.kv,
@@ -115,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.shares is not None:
         partitions = _shared(arguments, machine)
     plans = []
-    for batch in numbers(arguments.batch, "--batch"):
+    for batch in numbers(arguments.batch or BATCHES, "--batch"):
         workload = Workload(batch, arguments.prompt, arguments.generate, arguments.context)
         plans.append((workload, *compare(model, machine, workload, setting, partitions or None)))
     if arguments.partition and not any(predictions for _, predictions, _ in plans):

@@ -1,0 +1,321 @@
+"""Predictions of `nbflow plan --max-kld` against measurements of random choices.
+
+    python tools/measure/joint_plan.py MODEL FOLDER --what kld     --points 100
+    python tools/measure/joint_plan.py MODEL FOLDER --what speed   --points 100 --seconds 110
+    python tools/measure/joint_plan.py MODEL FOLDER --what choices --seconds 110
+    python tools/measure/joint_plan.py MODEL FOLDER --what table
+
+A point is a random format for each matrix (around a random middle), cache formats, and for speed
+a partition of two ranks (threads) and a batch.  ``kld`` measures the divergence on the second half
+of the model's eval.txt; the losses (FOLDER/losses.json) were measured on the first half.  ``speed``
+measures tokens per second (quiet machines only; FOLDER/machine.toml is measured at first).
+``choices`` measures the plans for several limits, of which ``table`` compares with the points: the
+regret is the speed that the best measured point within the limit has above the plan's.
+
+Rows are appended to FOLDER/rows.jsonl; a run goes on with the next point.  MODEL may be
+``random``: 90 million random weights with the tokenizer of tiny_python, made in a temporary folder,
+because a model that fits into the caches is faster than its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from published_rows import append, conditions
+from safetensors.numpy import save_file
+
+import nbflow
+from nbflow.benchmark.timing import time_both
+from nbflow.calibration.allocation import (
+    JointPlan,
+    Sensitivity,
+    measure_sensitivity,
+    plan_jointly,
+    read_sensitivity,
+)
+from nbflow.calibration.allocation.divergence import DivergenceProbe
+from nbflow.planner import (
+    Machine,
+    RunConfig,
+    Workload,
+    load_machine,
+    machine_toml,
+    planned_model,
+    predict,
+)
+from nbflow.planner.measure_machine import measure_machine
+from nbflow.quantization.policy import WeightFormats
+from nbflow.spec import resolve
+from nbflow_kernels import FORMATS
+
+WEIGHTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
+CACHES = ("f16", "q8_0", "q5_0", "q4_0")
+PARTITIONS = ("0", "0;1", "0&1", "0/1")
+BATCHES = (1, 8)
+LIMITS = (0.003, 0.01, 0.03, 0.1, 0.3)
+PROMPT, GENERATE = 64, 16
+QUANTIZER, ACTIVATIONS = "reference", "int8"
+
+
+def main() -> None:
+    """Run one part."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--what", choices=("kld", "speed", "choices", "table"), required=True)
+    parser.add_argument("--points", type=int, default=100, help="points in all (100)")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of each half (4096)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no point starts after it")
+    arguments = parser.parse_args()
+    if arguments.what == "table":
+        print(table(rows_of(arguments.folder)))
+        return
+    model = random_model() if arguments.model == "random" else arguments.model
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    Run(model, arguments).run()
+
+
+class Run:
+    """One run of the tool."""
+
+    def __init__(self, model: str, arguments: argparse.Namespace) -> None:
+        self._model, self._arguments = model, arguments
+        self._folder: Path = arguments.folder
+        self._facts = conditions() | {"model": arguments.model, "quantizer": QUANTIZER}
+        self._end = time.monotonic() + arguments.seconds
+        self._halves = self._split_text()
+        self.known = self._losses()
+
+    def run(self) -> None:
+        """Measure what is asked for."""
+        if self._arguments.what == "kld":
+            probe = self._probe(1)
+            for seed, formats, kv in self._points("kld"):
+                self._measure_kld(probe, seed, formats, kv)
+            return
+        machine = self._machine()
+        if self._arguments.what == "speed":
+            for seed, formats, kv in self._points("speed"):
+                rng = np.random.default_rng((seed, 1))
+                partition, batch = str(rng.choice(PARTITIONS)), int(rng.choice(BATCHES))
+                self._measure_speed(machine, "speed", formats, kv, partition, batch, seed=seed)
+            return
+        probe = self._probe(1)
+        done = {(r["limit"], r["batch"]) for r in rows_of(self._folder) if r["what"] == "choices"}
+        for limit in LIMITS:
+            for batch in BATCHES:
+                if time.monotonic() < self._end and (limit, batch) not in done:
+                    self._measure_choice(machine, probe, limit, batch)
+
+    def _split_text(self) -> tuple[Path, Path]:
+        text = (resolve(self._model).path / "eval.txt").read_text(encoding="utf-8")
+        half = text.index("\n", len(text) // 2) + 1
+        folder = Path(tempfile.mkdtemp(prefix="joint_plan-"))
+        paths = folder / "text0.txt", folder / "text1.txt"
+        for path, part in zip(paths, (text[:half], text[half:]), strict=True):
+            path.write_text(part, encoding="utf-8")
+        return paths
+
+    def _probe(self, half: int) -> DivergenceProbe:
+        return DivergenceProbe(self._model, self._halves[half], n_tokens=self._arguments.tokens)
+
+    def _losses(self) -> Sensitivity:
+        path = self._folder / "losses.json"
+        if path.exists():
+            return read_sensitivity(path)
+        found = measure_sensitivity(
+            self._model, WEIGHTS, CACHES, self._probe(0), quantizer=QUANTIZER
+        )
+        found.write(path)
+        return found
+
+    def _machine(self) -> Machine:
+        path = self._folder / "machine.toml"
+        if not path.exists():
+            machine = measure_machine(nbflow.load, 2, formats=WEIGHTS)
+            assert machine is not None
+            path.write_text(machine_toml(machine))
+        return load_machine(path)
+
+    def _points(self, what: str) -> Iterator[tuple[int, dict[str, str], str]]:
+        """Yield the seed, formats and cache of each point that is missing."""
+        done = {row["seed"] for row in rows_of(self._folder) if row["what"] == what}
+        for seed in range(self._arguments.points):
+            if seed in done:
+                continue
+            if time.monotonic() >= self._end:
+                break
+            rng = np.random.default_rng(seed)
+            middle = rng.uniform(-0.5, len(WEIGHTS) - 0.5)
+            at = np.rint(rng.normal(middle, 1.0, len(self.known.shapes)))
+            chosen = at.clip(0, len(WEIGHTS) - 1).astype(int)
+            formats = {m: WEIGHTS[j] for m, j in zip(self.known.shapes, chosen, strict=True)}
+            yield seed, formats, "/".join(rng.choice(CACHES, 2))
+
+    def _measure_kld(
+        self, probe: DivergenceProbe, seed: int, formats: dict[str, str], kv: str
+    ) -> None:
+        found = probe.measure(
+            weights=WeightFormats(tuple(formats.items()), {}), kv=kv, quantizer=QUANTIZER
+        )
+        keys, values = kv.split("/")
+        row = {
+            "what": "kld", "seed": seed, "kv": kv, "bits": self._bits(formats),
+            "kld": found.kld, "kld_stderr": found.kld_stderr,
+            "predicted_kld": self.known.weights_kld(formats) + self.known.kv_kld(keys, values),
+        }  # fmt: skip
+        self._append(row)
+
+    def _measure_speed(
+        self, machine: Machine, what: str, formats: dict[str, str], kv: str, partition: str,
+        batch: int, **more: Any,
+    ) -> None:  # fmt: skip
+        weights = WeightFormats(tuple(formats.items()), {})
+        workload = Workload(batch, PROMPT, GENERATE)
+        model = planned_model(self._model, weights)
+        config = RunConfig(kv=kv, activations=ACTIVATIONS)
+        found = predict(model, partition, machine, workload, config)
+        with nbflow.load(
+            self._model, weights=weights, kv=kv, partition=partition, quantizer=QUANTIZER,
+            activations=ACTIVATIONS, threads=1, max_context=512,
+        ) as loaded:  # fmt: skip
+            time_both(loaded, PROMPT, 2, batch)
+            taken = [time_both(loaded, PROMPT, GENERATE, batch) for _ in range(5)]
+        prefill, decode = (median(t) for t in zip(*taken, strict=True))
+        keys, values = kv.split("/")
+        row = {
+            "what": what, "kv": kv, "partition": partition, "batch": batch,
+            "bits": self._bits(formats), "prefill_s": prefill, "decode_s": decode / GENERATE,
+            "predicted_prefill_s": found.prefill_s, "predicted_decode_s": found.decode_s,
+            "predicted_kld": self.known.weights_kld(formats) + self.known.kv_kld(keys, values),
+            **more,
+        }  # fmt: skip
+        self._append(row)
+
+    def _measure_choice(
+        self, machine: Machine, probe: DivergenceProbe, limit: float, batch: int
+    ) -> None:
+        workload = Workload(batch, PROMPT, GENERATE)
+        plan: JointPlan = plan_jointly(
+            planned_model(self._model), machine, workload, self.known, limit,
+            config=RunConfig(activations=ACTIVATIONS), objective="latency", partitions=PARTITIONS,
+        )  # fmt: skip
+        weights = WeightFormats(tuple(plan.formats.items()), {})
+        kv = f"{plan.keys}/{plan.values}"
+        kld = probe.measure(weights=weights, kv=kv, quantizer=QUANTIZER).kld
+        self._measure_speed(
+            machine, "choices", plan.formats, kv, plan.prediction.partition, batch,
+            limit=limit, kld=kld,
+        )  # fmt: skip
+
+    def _bits(self, formats: dict[str, str]) -> float:
+        sizes = {m: n * k for m, (n, k) in self.known.shapes.items()}
+        stored = sum(sizes[m] * FORMATS[f].bits_per_weight for m, f in formats.items())
+        return round(stored / sum(sizes.values()), 4)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        append(self._folder / "rows.jsonl", self._facts, [row])
+        print(json.dumps(row), flush=True)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of a folder."""
+    path = folder / "rows.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return errors of the predictions, and the regret of the choices, as Markdown."""
+    lines = [
+        "| predicted | points | median error | 90 % below | largest |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for what, name, columns in (
+        ("kld", "KL divergence", ("predicted_kld", "kld")),
+        ("speed", "time of a generated token", ("predicted_decode_s", "decode_s")),
+        ("speed", "time of a prompt", ("predicted_prefill_s", "prefill_s")),
+    ):
+        ratios = [row[columns[0]] / row[columns[1]] - 1 for row in rows if row["what"] == what]
+        if ratios:
+            sizes = np.abs(ratios)
+            numbers = (np.median(sizes), np.quantile(sizes, 0.9), sizes.max())
+            cells = " | ".join(f"{100 * x:.1f} %" for x in numbers)
+            lines.append(f"| {name} | {len(ratios)} | {cells} |")
+    found = list(regrets(rows))
+    if found:
+        lines += ["", "| limit | batch | plan, tokens/s | best point | regret | measured KLD |"]
+        lines += ["|--:|--:|--:|--:|--:|--:|", *found]
+    return "\n".join(lines)
+
+
+def regrets(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each choice: its speed against the best point within the limit."""
+    klds = {row["seed"]: row["kld"] for row in rows if row["what"] == "kld"}
+    for row in (r for r in rows if r["what"] == "choices"):
+        rates = [
+            r["batch"] / r["decode_s"] for r in rows
+            if r["what"] == "speed" and r["batch"] == row["batch"]
+            and klds.get(r["seed"], np.inf) <= row["limit"]
+        ]  # fmt: skip
+        rate = row["batch"] / row["decode_s"]
+        best, regret = (
+            (f"{max(rates):.1f}", f"{100 * (max(rates) / rate - 1):+.1f} %")
+            if rates
+            else ("none", "")
+        )
+        yield (
+            f"| {row['limit']:g} | {row['batch']} | {rate:.1f} | {best} | {regret} | "
+            f"{row['kld']:.4f} |"
+        )
+
+
+def random_model() -> str:
+    """Write a Llama with random weights and the tokenizer and text of tiny_python; return it."""
+    folder = Path(tempfile.gettempdir()) / "nbflow_joint_plan"
+    if (folder / "model.safetensors").exists():
+        return str(folder)
+    source = resolve("tiny_python").path
+    folder.mkdir(exist_ok=True)
+    for name in ("tokenizer.json", "eval.txt"):
+        shutil.copy(source / name, folder)
+    config = json.loads((source / "config.json").read_text())
+    config |= {
+        "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "head_dim": 64,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    rng, width, n_vocab = np.random.default_rng(0), 1024, config["vocab_size"]
+
+    def matrix(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape, np.float32) * shape[1] ** -0.5).astype(np.float16)
+
+    tensors = {
+        "model.embed_tokens.weight": matrix(n_vocab, width),
+        "lm_head.weight": matrix(n_vocab, width),
+        "model.norm.weight": np.ones(width, np.float16),
+    }
+    shapes = {
+        "self_attn.q_proj": (1024, width), "self_attn.k_proj": (256, width),
+        "self_attn.v_proj": (256, width), "self_attn.o_proj": (width, 1024),
+        "mlp.gate_proj": (2816, width), "mlp.up_proj": (2816, width), "mlp.down_proj": (width, 2816),
+    }  # fmt: skip
+    for i in range(config["num_hidden_layers"]):
+        for name, shape in shapes.items():
+            tensors[f"model.layers.{i}.{name}.weight"] = matrix(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{i}.{name}.weight"] = np.ones(width, np.float16)
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+if __name__ == "__main__":
+    main()
