@@ -306,7 +306,8 @@ def random_model() -> str:
     shapes = {
         "self_attn.q_proj": (1024, width), "self_attn.k_proj": (256, width),
         "self_attn.v_proj": (256, width), "self_attn.o_proj": (width, 1024),
-        "mlp.gate_proj": (2816, width), "mlp.up_proj": (2816, width), "mlp.down_proj": (width, 2816),
+        "mlp.gate_proj": (2816, width), "mlp.up_proj": (2816, width),
+        "mlp.down_proj": (width, 2816),
     }  # fmt: skip
     for i in range(config["num_hidden_layers"]):
         for name, shape in shapes.items():
