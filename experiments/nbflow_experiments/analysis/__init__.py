@@ -11,6 +11,7 @@ from nbflow_experiments.analysis.activation_statistics import activation_statist
 from nbflow_experiments.analysis.all_tensor_errors import tensor_errors, totals
 from nbflow_experiments.analysis.attribution import Attribution, attribution
 from nbflow_experiments.analysis.changes import Change
+from nbflow_experiments.analysis.generation_drift import generation_drift
 from nbflow_experiments.analysis.kv_cache_bits import kv_errors
 from nbflow_experiments.analysis.layer_errors import LayerErrors, layer_errors
 from nbflow_experiments.analysis.text_windows import analysis_windows
@@ -26,6 +27,7 @@ __all__ = [
     "activation_statistics",
     "analysis_windows",
     "attribution",
+    "generation_drift",
     "kv_errors",
     "layer_errors",
     "read_statistics",

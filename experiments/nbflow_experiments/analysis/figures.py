@@ -211,6 +211,28 @@ def draw_activations(tables: Tables) -> Drawing:
     return Drawing(figure, "Outlier channels and tails of activations", caption)
 
 
+def draw_generation(tables: Tables) -> Drawing:
+    """Return the share of greedy continuations that are still the float32 model's."""
+    table = _needed(tables, "generation")
+    with new_figure(1, 3.4) as (figure, panels):
+        panel = panels[0]
+        for i, (label, rows) in enumerate(table.groupby("change", sort=False)):
+            panel.errorbar(
+                rows.tokens, rows.same_share, rows.same_share_stderr, capsize=2,
+                fmt=MARKERS[i % len(MARKERS)] + "-", color=COLOURS[i % len(COLOURS)], label=label,
+            )  # fmt: skip
+        panel.set_xscale("log", base=2)
+        panel.set_ylim(-0.03, 1.03)
+        panel.set_xlabel("tokens generated")
+        panel.set_ylabel("share of prompts with the same text")
+        legend_above(figure, panel)
+    caption = (
+        "Greedy continuations of the evaluated windows: share that still equals the float32 "
+        "model's, token by token; bars are one standard error."
+    )
+    return Drawing(figure, "Drift of free generation", caption)
+
+
 FIGURES: dict[str, Callable[[Tables], Drawing]] = {
     "tensors": draw_tensors,
     "layers": draw_layers,
@@ -218,6 +240,7 @@ FIGURES: dict[str, Callable[[Tables], Drawing]] = {
     "kv": draw_kv,
     "tokens": draw_tokens,
     "activations": draw_activations,
+    "generation": draw_generation,
 }
 """Every figure by name; one that lacks its tables raises `NotDrawn`."""
 

@@ -9,6 +9,7 @@
       models.csv           a row per format: divergence of the whole model
       units.csv            attribution: a row per format, grouping and unit
       sums.csv             totals per grouping, and their additivity
+      generation.csv       a row per format and number of generated tokens
       kv_layers.csv        as layers.csv, for formats of the key/value cache; kv_models.csv
       analysis.h5          histograms: of weights, errors, codes, rows, columns, blocks, tokens
       provenance.json      code, packages, machine
@@ -39,7 +40,7 @@ SCHEMA_VERSION = 1
 """Version of the layout above and of the meaning of the columns."""
 TABLES = (
     "tensors", "totals", "layers", "modules", "models", "tokens", "units", "sums", "kv_layers",
-    "kv_models", "activations",
+    "kv_models", "activations", "generation",
 )  # fmt: skip
 _EDGES = {"relative": RELATIVE_EDGES, "scaled": SCALED_EDGES}
 

@@ -185,7 +185,8 @@ class StoredWeights:
 
     def __init__(self, path: str | os.PathLike[str], spec: ModelSpec) -> None:
         self._other = Checkpoint(path)
-        self.label = Path(path).name
+        self.path = Path(path)
+        self.label = self.path.name
         try:
             self._check(path, spec)
         except UsageError:

@@ -30,6 +30,7 @@ from nbflow_experiments.analysis.all_tensor_errors import (
     totals,
 )
 from nbflow_experiments.analysis.attribution import BY, attribution
+from nbflow_experiments.analysis.generation_drift import generation_drift
 from nbflow_experiments.analysis.kv_cache_bits import kv_errors
 from nbflow_experiments.analysis.layer_errors import LayerErrors, layer_errors
 from nbflow_experiments.analysis.output_folder import AnalysisFolder
@@ -49,7 +50,7 @@ from nbflow_experiments.terminal_table import counter
 from nbflow_kernels.cpu.parallel_for import set_num_threads
 from nbflow_kernels.errors import UsageError, unknown_name
 
-PARTS = ("tensors", "layers", "attribution", "kv", "activations")
+PARTS = ("tensors", "layers", "attribution", "kv", "activations", "generation")
 WITHOUT_FORMATS = {"kv", "activations"}
 KV = "q8_0,q5_0,q4_0,q3,q2"
 SHOWN = 40  # rows of a table that are printed
@@ -73,6 +74,8 @@ COLUMNS = {
                "nll_difference_mean_nats"),
     "activations": ("tensor", "rms", "crest", "input_kurtosis", "channel_ratio", "outlier_channels",
                     "top_percent_share"),
+    "generation": ("change", "tokens", "prompts", "same_share", "same_share_stderr",
+                   "common_tokens_median"),
     "kv_layers": ("keys", "values", "layer", "keys_error", "values_error", "attention_error",
                   "isolated_error", "cumulative_error"),
     "kv_models": ("keys", "values", "bits", "kld_mean_nats", "kld_mean_nats_stderr",
@@ -283,6 +286,11 @@ class _Work:
         a = self._arguments
         table = activation_statistics(a.model, self._windows, spec=a.spec)
         self._give("activations", table, table.sort_values("channel_ratio", ascending=False))
+
+    def _generation(self) -> None:
+        a = self._arguments
+        table = generation_drift(a.model, self._treatments, self._windows, spec=a.spec)
+        self._give("generation", table)
 
     def _give_layers(self, prefix: str, found: LayerErrors) -> None:
         self._give(f"{prefix}layers", found.layers)
