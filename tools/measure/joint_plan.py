@@ -9,8 +9,9 @@ A point is a random format for each matrix (around a random middle), cache forma
 a partition of two ranks (threads) and a batch.  ``kld`` measures the divergence on the second half
 of the model's eval.txt; the losses (FOLDER/losses.json) were measured on the first half.  ``speed``
 measures tokens per second (quiet machines only; FOLDER/machine.toml is measured at first).
-``choices`` measures the plans for several limits, of which ``table`` compares with the points: the
-regret is the speed that the best measured point within the limit has above the plan's.
+``choices`` measures the plans for several limits, which ``table`` (FOLDER/README.md) compares with
+the points: the regret is the speed that the best measured point within the limit has above the
+plan's.
 
 Rows are appended to FOLDER/rows.jsonl; a run goes on with the next point.  MODEL may be
 ``random``: 90 million random weights with the tokenizer of tiny_python, made in a temporary folder,
@@ -77,7 +78,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="no point starts after it")
     arguments = parser.parse_args()
     if arguments.what == "table":
-        print(table(rows_of(arguments.folder)))
+        text = table(rows_of(arguments.folder))
+        (arguments.folder / "README.md").write_text(f"# Joint plans, {arguments.model}\n\n{text}\n")
+        print(text)
         return
     model = random_model() if arguments.model == "random" else arguments.model
     arguments.folder.mkdir(parents=True, exist_ok=True)
