@@ -28,6 +28,7 @@ from nbflow_kernels.cuda.detect import _ask, _too_new, detect, extra
 from nbflow_kernels.cuda.driver import Driver
 from nbflow_kernels.cuda.kernel_parameters import Parameters
 from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.quantized_matmul import cuda as products
 from nbflow_kernels.testing.cuda_compile_all import (
     _compile,
     _start,
@@ -472,6 +473,20 @@ def test_host_time_of_launches_without_a_device(monkeypatch: pytest.MonkeyPatch)
     rows = launch_overhead.measure()
     assert [row["launches"] for row in rows if "64 tokens" in row["op"]] == [2, 1]
     assert all({"us_per_launch", "recorded_us_per_launch"} <= row.keys() for row in rows)
+
+
+def test_repeated_products_are_planned_once() -> None:
+    plans = (products._plan_gemv, products._plan_gemm)
+    with launch_overhead.no_device():
+        calls = {n: op for n, op in launch_overhead.ops().items() if "qmatmul" in n}
+        assert len(calls) == 3  # few rows, many rows, fused
+        for op in calls.values():
+            op()
+        before = [plan.cache_info().misses for plan in plans]
+        for op in calls.values():
+            op()
+        assert [plan.cache_info().misses for plan in plans] == before
+        assert all(plan.cache_info().hits for plan in plans)
 
 
 def test_includes_are_found_and_part_of_the_digest(folder: Path) -> None:

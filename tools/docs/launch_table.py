@@ -6,7 +6,7 @@ from pathlib import Path
 
 from published_rows import latest
 
-ROWS = Path(__file__).resolve().parents[2] / "results/launches/intel-xeon-2-cores/rows.jsonl"
+ROWS = Path(__file__).resolve().parents[2] / "results/launches/amd-epyc-zen4-2-cores/rows.jsonl"
 
 
 def launches() -> str:

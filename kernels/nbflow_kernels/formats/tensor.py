@@ -346,20 +346,21 @@ class QuantTensor:
         UsageError
             If the tensor is not on a device, or its format has no integer form.
         """
+        if self._units is not None:
+            return self._units
         from nbflow_kernels.cuda import to_device, to_host
         from nbflow_kernels.formats import layout_mma as units
 
         if not self.on_device:
             raise UsageError(f"{self!r} is not on a CUDA device; take to_device()")
-        if self._units is None:
-            with _pack_lock:
-                if self._units is None:
-                    n_rows = self.shape[-2] if len(self.shape) > 1 else 1
-                    host = to_host(self.data)
-                    if n_rows and len(host) > n_rows:
-                        host = units.whole_tiles(host, n_rows)
-                    made = units.pack(self.format, host, self.shape[-1])
-                    self._units = replace(made, data=to_device(made.data, self.data))
+        with _pack_lock:
+            if self._units is None:
+                n_rows = self.shape[-2] if len(self.shape) > 1 else 1
+                host = to_host(self.data)
+                if n_rows and len(host) > n_rows:
+                    host = units.whole_tiles(host, n_rows)
+                made = units.pack(self.format, host, self.shape[-1])
+                self._units = replace(made, data=to_device(made.data, self.data))
         return self._units
 
     def rows(self, start: int, stop: int) -> QuantTensor:

@@ -26,8 +26,7 @@ bitwise the same in any batch, by either kernel.
 from __future__ import annotations
 
 from enum import IntEnum
-from functools import cache
-from types import SimpleNamespace
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from nbflow_kernels.cuda import Kernel, KernelDevice, ceil_div, cpp_kernel, device_of
@@ -111,54 +110,78 @@ def qmatmul(
 
 def multiply(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
     """Multiply by a matrix in the MMA layout."""
-    for row in range(0, len(x), MAX_STAGED_ROWS):
+    n_rows = len(x)
+    if n_rows <= MAX_STAGED_ROWS:  # slices of device arrays take as long as a launch
+        launch = gemv if n_rows <= GEMV_MAX_ROWS else gemm
+        launch(x, w, bias, accumulate, activations, out)
+        return
+    for row in range(0, n_rows, MAX_STAGED_ROWS):
         part = slice(row, row + MAX_STAGED_ROWS)
-        launch = gemv if len(x[part]) <= GEMV_MAX_ROWS else gemm
-        launch(x[part], w, bias, accumulate, activations, out[part])
+        multiply(x[part], w, bias, accumulate, activations, out[part])
 
 
-class GemvShape(NamedTuple):
-    """Launch parameters of `gemv` for a number of tokens."""
+class GemvPlan(NamedTuple):
+    """Launch parameters of `gemv` for a matrix, a number of tokens and a device."""
 
     tokens: int
     """Tokens the kernel is compiled for."""
-    parts: int
-    """Thread blocks that share the splits of a row tile."""
-    grid: int
+    grid: tuple[int, int]
+    """Thread blocks; along the second axis they share the splits of a row tile."""
     shared: int
     """Bytes of dynamic shared memory."""
     n_groups: int
     """Groups of row tiles; a thread block computes one group at a time."""
+    arithmetic: ActivationPrecision
+    whole: bool
+    """See `is_whole`."""
+    n_tiles: int
+    tile_bytes: int
+    rounds_first: int
+    """See `_rounds_first`."""
 
-    @classmethod
-    def of(
-        cls,
-        device: KernelDevice,
-        w: MmaPacked,
-        n_tokens: int,
-        arithmetic: ActivationPrecision = F32,
-    ) -> GemvShape | None:
-        """Return the shape, or None if the tokens do not fit the shared memory."""
-        tokens = next(n for n in (1, 2, 4, 8) if n >= n_tokens)
-        record, half = record_bytes(w.form, tokens, arithmetic), half_of_shared(device)
-        per_sm, parts = 2, 1
-        while parts < SPLITS and _gemv_shared_bytes(record, w.n_columns, parts, arithmetic) > half:
-            parts *= 2
-        shared = _gemv_shared_bytes(record, w.n_columns, parts, arithmetic)
-        if shared > half:
-            per_sm = 1
-            if shared + STATIC_BYTES > device.max_shared_bytes:
-                return None
-        n_groups = ceil_div(w.n_tiles * SPLITS, WARPS * parts)
-        grid = min(n_groups, max(1, per_sm * device.n_sms // parts))
-        return cls(tokens, parts, grid, shared, n_groups)
+    @property
+    def parts(self) -> int:
+        """Thread blocks that share the splits of a row tile."""
+        return self.grid[1]
+
+
+def plan_gemv(
+    device: KernelDevice, w: MmaPacked, n_tokens: int, activations: str
+) -> GemvPlan | None:
+    """Return the launch parameters, or None if the tokens do not fit the shared memory."""
+    shape = w.form, w.n_rows, w.n_columns
+    return _plan_gemv(*shape, n_tokens, activations, device.n_sms, device.max_shared_bytes)
+
+
+@lru_cache(4096)  # planning takes as long as the rest of a launch
+def _plan_gemv(
+    form: MmaLayout, n_rows: int, n_columns: int, n_tokens: int, activations: str, n_sms: int,
+    max_shared_bytes: int,
+) -> GemvPlan | None:  # fmt: skip
+    arithmetic, n_tiles = ActivationPrecision.of(form, activations), ceil_div(n_rows, ROWS)
+    tokens = next(n for n in (1, 2, 4, 8) if n >= n_tokens)
+    record, half = record_bytes(form, tokens, arithmetic), _half(max_shared_bytes)
+    per_sm, parts = 2, 1
+    while parts < SPLITS and _gemv_shared_bytes(record, n_columns, parts, arithmetic) > half:
+        parts *= 2
+    shared = _gemv_shared_bytes(record, n_columns, parts, arithmetic)
+    if shared > half:
+        per_sm = 1
+        if shared + STATIC_BYTES > max_shared_bytes:
+            return None
+    n_groups = ceil_div(n_tiles * SPLITS, WARPS * parts)
+    return GemvPlan(
+        tokens, (min(n_groups, max(1, per_sm * n_sms // parts)), parts), shared, n_groups,
+        arithmetic, is_whole(n_columns, arithmetic), n_tiles, form.tile_bytes(n_columns),
+        _rounds_first(form, activations),
+    )  # fmt: skip
 
 
 def gemv(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
     """Multiply up to 8 rows."""
-    arithmetic = ActivationPrecision.of(w.form, activations)
-    shape = GemvShape.of(device_of(x), w, len(x), arithmetic)
-    if shape is None:
+    device = device_of(x)
+    plan = plan_gemv(device, w, len(x), activations)
+    if plan is None:
         half = len(x) // 2
         if not half:
             raise UsageError(
@@ -167,22 +190,21 @@ def gemv(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, ou
         gemv(x[:half], w, bias, accumulate, activations, out[:half])
         gemv(x[half:], w, bias, accumulate, activations, out[half:])
         return
-    gemv_kernel(w.form, shape.tokens, is_whole(w, arithmetic), arithmetic)(
-        (shape.grid, shape.parts), 32 * WARPS,
-        gemv_arguments(shape, x, w, bias, float(accumulate), activations, out), shape.shared,
+    gemv_kernel(w.form, plan.tokens, plan.whole, plan.arithmetic)(
+        plan.grid, 32 * WARPS,
+        gemv_arguments(plan, device, x, w, bias, float(accumulate), out), plan.shared,
     )  # fmt: skip
 
 
 def gemv_arguments(
-    shape: GemvShape, x: Any, w: MmaPacked, bias: Any, added: float, activations: str, out: Any,
+    plan: GemvPlan, device: KernelDevice, x: Any, w: MmaPacked, bias: Any, added: float, out: Any,
     rows: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the arguments of `gemv` for one matrix."""
-    partial, arrived = _split_workspace(device_of(x), shape.parts, w.n_tiles, shape.n_groups)
+    partial, arrived = _split_workspace(device, plan.parts, plan.n_tiles, plan.n_groups)
     return (
-        w.data, x, bias, out, partial, arrived, None, rows, 0, w.form.tile_bytes(w.n_columns),
-        *_strides(x, out), len(out), w.n_rows, w.n_columns, added,
-        _rounds_first(w.form, activations),
+        w.data, x, bias, out, partial, arrived, None, rows, 0, plan.tile_bytes,
+        *_strides(x, out), len(out), w.n_rows, w.n_columns, added, plan.rounds_first,
     )  # fmt: skip
 
 
@@ -210,7 +232,7 @@ def grouped(
     )
     shared = _gemv_shared_bytes(record_bytes(form, tokens), w.n_columns, 1)
     grid = min(n_tiles, max(1, 2 * device.n_sms))
-    gemv_kernel(form, tokens, is_whole(w))(
+    gemv_kernel(form, tokens, is_whole(w.n_columns))(
         (grid, 1, n_matrices), 32 * WARPS,
         (
             w.data, x, bias, out, None, None, indptr, rows, n_tiles * tile_bytes, tile_bytes,
@@ -248,7 +270,7 @@ def _batched(x: Any, w: MmaPacked, activations: str, out: Any) -> bool:
     splits = next((n for n in (1, 2, 4) if n >= n_units), SPLITS)
     n_tiles, tile_bytes = ceil_div(n_rows, ROWS), form.tile_bytes(w.n_columns)
     grid = min(ceil_div(n_tiles * splits, WARPS), max(1, 2 * device.n_sms // n_matrices))
-    gemv_kernel(form, tokens, is_whole(w, arithmetic), arithmetic, is_batched=True)(
+    gemv_kernel(form, tokens, is_whole(w.n_columns, arithmetic), arithmetic, is_batched=True)(
         (grid, 1, n_matrices), 32 * WARPS,
         (
             w.data, x, None, out, None, None, None, None, n_tiles * tile_bytes, tile_bytes,
@@ -302,29 +324,70 @@ class GemmShape(NamedTuple):
         return ceil_div(n_tiles, block_tiles), parts, n_token_tiles, block_tiles
 
 
+class GemmPlan(NamedTuple):
+    """Launch parameters of `gemm` for a matrix, a number of tokens and a device."""
+
+    shape: GemmShape
+    grid: tuple[int, int, int]
+    block_tiles: int
+    """Row tiles per thread block."""
+    n_groups: int
+    """Groups of 8 tokens, padded with zeros to whole tiles."""
+    record_bytes: int
+    """Bytes of all staged activations."""
+    shared: int
+    """Bytes of dynamic shared memory."""
+    arithmetic: ActivationPrecision
+    whole: bool
+    """See `is_whole`."""
+    n_tiles: int
+    tile_bytes: int
+    rounds_first: int
+    """See `_rounds_first`."""
+
+    @property
+    def sums(self) -> tuple[int, int, int]:
+        """Arguments of `_split_workspace` after the device."""
+        return self.grid[1], self.n_tiles * self.n_groups, self.grid[0] * self.grid[2]
+
+
+@lru_cache(4096)  # planning takes longer than a launch
+def _plan_gemm(
+    form: MmaLayout, n_rows: int, n_columns: int, n_tokens: int, activations: str, n_sms: int,
+    max_shared_bytes: int,
+) -> GemmPlan:  # fmt: skip
+    arithmetic, n_tiles = ActivationPrecision.of(form, activations), ceil_div(n_rows, ROWS)
+    n_groups, dynamic_bytes = ceil_div(n_tokens, 8), max_shared_bytes - 64  # the rest is static
+    shape = GemmShape.of(form, n_groups, arithmetic, dynamic_bytes)
+    *grid, block_tiles = shape.grid(n_sms, n_tiles, n_groups)
+    n_groups = grid[2] * shape.token_tiles
+    size = ceil_div(n_columns, CHUNK) * n_groups * record_bytes(form, 8, arithmetic)
+    return GemmPlan(
+        shape, (grid[0], grid[1], grid[2]), block_tiles, n_groups, size,
+        shape.shared_bytes(form, arithmetic), arithmetic, is_whole(n_columns, arithmetic),
+        n_tiles, form.tile_bytes(n_columns), _rounds_first(form, activations),
+    )  # fmt: skip
+
+
 def gemm(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
     """Multiply any number of rows."""
-    device, form, arithmetic = device_of(x), w.form, ActivationPrecision.of(w.form, activations)
-    n_groups, n_chunks = ceil_div(len(x), 8), ceil_div(w.n_columns, CHUNK)
-    dynamic_bytes = device.max_shared_bytes - 64  # the rest is static
-    shape = GemmShape.of(form, n_groups, arithmetic, dynamic_bytes)
-    *grid, block_tiles = shape.grid(device.n_sms, w.n_tiles, n_groups)
-    n_groups = grid[2] * shape.token_tiles  # padded with zeros
-    size = n_chunks * n_groups * record_bytes(form, 8, arithmetic)
-    records = workspace(device, "qmatmul records", size, "u1")
+    device, form, n_tokens = device_of(x), w.form, len(x)
+    limits = device.n_sms, device.max_shared_bytes
+    plan = _plan_gemm(form, w.n_rows, w.n_columns, n_tokens, activations, *limits)
+    records = workspace(device, "qmatmul records", plan.record_bytes, "u1")
     x_stride, out_stride = _strides(x, out)
-    rounds = _rounds_first(form, activations)
-    _stage_kernel(form, arithmetic)(
-        (n_chunks, n_groups), 256, (x, records, x_stride, len(x), w.n_columns, rounds)
-    )
-    partial, arrived = _split_workspace(device, grid[1], w.n_tiles * n_groups, grid[0] * grid[2])
-    gemm_kernel(form, shape, is_whole(w, arithmetic), arithmetic)(
-        tuple(grid), 32 * WARPS,
+    _stage_kernel(form, plan.arithmetic)(
+        (ceil_div(w.n_columns, CHUNK), plan.n_groups), 256,
+        (x, records, x_stride, n_tokens, w.n_columns, plan.rounds_first),
+    )  # fmt: skip
+    partial, arrived = _split_workspace(device, *plan.sums)
+    gemm_kernel(form, plan.shape, plan.whole, plan.arithmetic)(
+        plan.grid, 32 * WARPS,
         (
-            w.data, records, bias, out, partial, arrived, form.tile_bytes(w.n_columns), out_stride,
-            len(x), w.n_rows, w.n_columns, block_tiles, int(accumulate),
+            w.data, records, bias, out, partial, arrived, plan.tile_bytes, out_stride,
+            n_tokens, w.n_rows, w.n_columns, plan.block_tiles, int(accumulate),
         ),
-        shared=shape.shared_bytes(form, arithmetic),
+        shared=plan.shared,
     )  # fmt: skip
 
 
@@ -332,19 +395,15 @@ def workspace_bytes(
     form: MmaLayout, n_rows: int, n_columns: int, n_tokens: int, activations: str, device: Any
 ) -> dict[str, int]:
     """Return the sizes of a product's workspaces; `device` has `n_sms` and `max_shared_bytes`."""
-    arithmetic, n_tiles = ActivationPrecision.of(form, activations), ceil_div(n_rows, ROWS)
+    shape, limits = (form, n_rows, n_columns), (device.n_sms, device.max_shared_bytes)
     if n_tokens <= GEMV_MAX_ROWS:
-        matrix: Any = SimpleNamespace(form=form, n_columns=n_columns, n_tiles=n_tiles)
-        found = GemvShape.of(device, matrix, n_tokens, arithmetic)
+        found = _plan_gemv(*shape, n_tokens, activations, *limits)
         parts = 1 if found is None else found.parts
-        return {} if parts == 1 else {"sums": n_tiles * SPLITS * 128 * 4}
-    n_tokens = min(n_tokens, MAX_STAGED_ROWS)
-    shape = GemmShape.of(form, ceil_div(n_tokens, 8), arithmetic, device.max_shared_bytes - 64)
-    grid = shape.grid(device.n_sms, n_tiles, ceil_div(n_tokens, 8))
-    n_groups = grid[2] * shape.token_tiles
-    records = ceil_div(n_columns, CHUNK) * n_groups * record_bytes(form, 8, arithmetic)
-    sums = 0 if grid[1] == 1 else n_tiles * n_groups * SPLITS * 128 * 4
-    return {"records": records, "sums": sums}
+        return {} if parts == 1 else {"sums": ceil_div(n_rows, ROWS) * SPLITS * 128 * 4}
+    plan = _plan_gemm(*shape, min(n_tokens, MAX_STAGED_ROWS), activations, *limits)
+    parts, n_sums, _ = plan.sums
+    sums = 0 if parts == 1 else n_sums * SPLITS * 128 * 4
+    return {"records": plan.record_bytes, "sums": sums}
 
 
 def record_bytes(form: MmaLayout, tokens: int, arithmetic: ActivationPrecision = F32) -> int:
@@ -371,16 +430,20 @@ def _gemv_shared_bytes(
     return 2 * max_units * record + 2 * 512 * WARPS
 
 
-def is_whole(w: MmaPacked, arithmetic: ActivationPrecision = F32) -> bool:
+def is_whole(n_columns: int, arithmetic: ActivationPrecision = F32) -> bool:
     """Return whether all units have two chunks and all splits are whole units."""
     if arithmetic == ActivationPrecision.BF16:
-        return ceil_div(w.n_columns, STEP) % (SPLITS * UNIT_STEPS) == 0
-    return ceil_div(w.n_columns, CHUNK) % 2 == 0
+        return ceil_div(n_columns, STEP) % (SPLITS * UNIT_STEPS) == 0
+    return ceil_div(n_columns, CHUNK) % 2 == 0
 
 
 def half_of_shared(device: Any) -> int:
     """Return the dynamic shared memory with which two thread blocks fit an SM."""
-    return int(device.max_shared_bytes) // 2 - 1024 - STATIC_BYTES
+    return _half(device.max_shared_bytes)
+
+
+def _half(max_shared_bytes: int) -> int:
+    return max_shared_bytes // 2 - 1024 - STATIC_BYTES
 
 
 def _split_workspace(device: Any, parts: int, n_tiles: int, n_counters: int) -> tuple[Any, Any]:

@@ -23,10 +23,9 @@ from nbflow_kernels.quantized_matmul.cuda import (
     GEMV_PARAMETERS,
     WARPS,
     ActivationPrecision,
-    GemvShape,
     gemv_arguments,
     gemv_defines,
-    is_whole,
+    plan_gemv,
 )
 from nbflow_kernels.quantized_matmul.cuda_dequant_gemm import has_mma_layout
 
@@ -300,9 +299,7 @@ def can_fuse(device: KernelDevice, w: Any, n_tokens: int, activations: str) -> b
         return False
     if n_tokens > GEMV_MAX_ROWS:
         return False
-    units = w.units()
-    arithmetic = ActivationPrecision.of(units.form, activations)
-    return GemvShape.of(device, units, n_tokens, arithmetic) is not None
+    return plan_gemv(device, w.units(), n_tokens, activations) is not None
 
 
 def fused_gemv(
@@ -318,10 +315,9 @@ def fused_gemv(
     if not len(out):
         return
     device, units = device_of(x), w.units()
-    arithmetic = ActivationPrecision.of(units.form, activations)
-    shape = GemvShape.of(device, units, len(out), arithmetic)
-    assert shape is not None
-    arguments = gemv_arguments(shape, x, units, bias, added, activations, out, rows)
+    plan = plan_gemv(device, units, len(out), activations)
+    assert plan is not None
+    arguments = gemv_arguments(plan, device, x, units, bias, added, out, rows)
     if norm is not None:
         arguments += norm.arguments
     launch = epilogue.launch(units.n_rows, len(out))
@@ -330,9 +326,8 @@ def fused_gemv(
         arguments += (arrived, *launch.arguments)
     kind = 0 if norm is None else NORM_NUMBERS[norm.kind]
     epilogue_key = epilogue.number, epilogue.parameters, launch.defines
-    whole = is_whole(units, arithmetic)
-    _kernel(units.form, shape.tokens, whole, arithmetic, kind, *epilogue_key)(
-        (shape.grid, shape.parts), 32 * WARPS, arguments, max(shape.shared, launch.shared_bytes)
+    _kernel(units.form, plan.tokens, plan.whole, plan.arithmetic, kind, *epilogue_key)(
+        plan.grid, 32 * WARPS, arguments, max(plan.shared, launch.shared_bytes)
     )
 
 
