@@ -139,6 +139,12 @@ class LoadOptions(OffloadConfig):
         "channels; queries and outputs of attention are rotated to match.  Formats of floats in "
         "`kv` are not rotated.  See docs/kvcache.md.",
     )  # fmt: skip
+    state: Literal["f32", "f16", "bf16", "q8_0"] = option(
+        "f32", "storage format of recurrent states: f32, f16, bf16 or q8_0", metavar="FMT",
+        more="Only models with recurrent layers have them.  The arithmetic is float32; states are "
+        "rounded after each token, in prompts after each chunk of the layer's kernel.  With q8_0 "
+        "states of convolutions are bf16.  See docs/state_formats.md.",
+    )  # fmt: skip
     partition: str = option(
         "0",
         "pipeline '0;1', tensor parallel '0&1', hybrid '0&1;2&3', uneven '0:3;1', replicas '0/1'; "

@@ -147,7 +147,9 @@ def plan_memory(config: Mapping[str, Any], partition: str) -> MemoryPlan:
     from nbflow.planner.memory_plan import RunSize
     from nbflow.planner.memory_plan import plan_memory as plan
 
-    names = ("weights", "outliers", "quantizer", "kv", "activations", "all_reduce", "device")
+    names = (
+        "weights", "outliers", "quantizer", "kv", "state", "activations", "all_reduce", "device",
+    )  # fmt: skip
     more = ("kv_host_percent", "cpu_layers", "max_context")
     options = {name: config[name] for name in (*names, *more) if config[name]}
     options["embeddings_on_host"] = bool(config["embeddings_on_host"])
@@ -165,7 +167,7 @@ def partition_ranks(partition: str) -> tuple[int, ...]:
 def choices() -> dict[str, tuple[str, ...]]:
     """Return the accepted values of enumerated settings."""
     known = fields(LoadOptions)
-    names = ("kv_rotation", "activations", "all_reduce", "optimize")
+    names = ("kv_rotation", "state", "activations", "all_reduce", "optimize")
     return {name: known[name].choices for name in names}
 
 

@@ -19,8 +19,10 @@ state and token; with n = 1 (`_step`) they are four operations, and the state is
 for each token.  The `n^2` dot products of L and A are small for n = 8, and the columns of the
 state are independent but for them: threads divide heads and columns, which leaves all bits alone.
 
-A single token works in the caller's state (`direct`).  For more tokens, other dtypes and ragged
-sizes the columns are copied: strips of 16, the rows of a strip contiguous.
+A single token works in the caller's state (`direct`).  For more tokens, other formats and ragged
+sizes the columns are copied: strips of 16, the rows of a strip contiguous.  Another format than
+float32 is rounded to after each chunk and each step, so that the roundings, too, do not depend on
+the division into calls.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from nbflow_kernels.cpu.simd_memory import (
     write_f32,
 )
 from nbflow_kernels.delta_rule.cpu_state import copy_from_strips, copy_to_strips
-from nbflow_kernels.delta_rule.state import F32, KINDS
+from nbflow_kernels.state_format import F32, KINDS
+from nbflow_kernels.state_format.cpu import row_bytes
 
 CHUNK = 8
 """Tokens of the chunked form: with 16, its triangular part costs more than the loads it saves."""
@@ -263,7 +266,6 @@ def _gated_delta_rule(
     sums = upper + 4 * CHUNK * CHUNK
     u = sums + 128 * CHUNK
     strips = u + 64 * CHUNK
-    itemsize = 4 if kind == F32 else 2
     factor = np.float32(scale)
     for part in range(start, stop):
         h, first = part // n_parts, part % n_parts * columns
@@ -273,16 +275,14 @@ def _gated_delta_rule(
             begin, end = read_i32(indptr + 4 * b), read_i32(indptr + 4 * b + 4)
             if begin >= end:
                 continue
-            stored = state + itemsize * (
-                (read_i32(state_indices + 4 * b) * Hv + h) * Dk * Dv + first
-            )
+            stored = state + (read_i32(state_indices + 4 * b) * Hv + h) * Dk * row_bytes(kind, Dv)
             direct = (
                 kind == F32 and end - begin == 1 and width % (16 * _GROUPS) == 0 and Dk % 4 == 0
             )
-            S, strip_bytes, row_bytes = stored, 64, 4 * Dv
+            S, strip_bytes, strip_row = stored + 4 * first, 64, 4 * Dv
             if not direct:
-                S, strip_bytes, row_bytes = strips, 16 * n_bytes, 64
-                copy_to_strips(stored, kind, itemsize * Dv, Dk, width, n_strips, strips)
+                S, strip_bytes, strip_row = strips, 16 * n_bytes, 64
+                copy_to_strips(stored, kind, Dk, Dv, first, width, n_strips, strips, sums)
             position = 0 if positions == 0 else read_i32(positions + 4 * b)
             t = begin
             while t < end:
@@ -298,24 +298,35 @@ def _gated_delta_rule(
                 beta_at = beta + t * beta_bytes + 4 * h
                 v_at = v + t * v_bytes + 4 * (h * Dv + first)
                 out_at = out + t * out_bytes + 4 * (h * Dv + first)
-                if is_chunk:
-                    for j in range(0, width, 16):
-                        _chunk(
-                            S + j // 16 * strip_bytes, Dk, vectors, keys, decays, lower, upper,
-                            beta_at, beta_bytes, v_at + 4 * j, v_bytes, out_at + 4 * j, out_bytes,
-                            width - j, sums, u,
-                        )  # fmt: skip
-                else:
-                    for j in range(0, width, 16 * _GROUPS):
-                        for i in range(n):
-                            _step(
-                                S + j // 16 * strip_bytes, strip_bytes, row_bytes, Dk,
-                                vectors + 2 * i * n_bytes, keys + i * n_bytes,
-                                decays + i * n_bytes, upper + 4 * (CHUNK + 1) * i,
-                                beta_at + i * beta_bytes, v_at + i * v_bytes + 4 * j,
-                                out_at + i * out_bytes + 4 * j, width - j, sums, u,
+                for j in range(0, width, 16 * _GROUPS):
+                    at, lanes = S + j // 16 * strip_bytes, min(16 * _GROUPS, width - j)
+                    if is_chunk:
+                        for i in range(0, lanes, 16):
+                            _chunk(
+                                at + i // 16 * strip_bytes, Dk, vectors, keys, decays, lower, upper,
+                                beta_at, beta_bytes, v_at + 4 * (j + i), v_bytes,
+                                out_at + 4 * (j + i), out_bytes, lanes - i, sums, u,
                             )  # fmt: skip
+                    for i in range(0 if is_chunk else n):
+                        _step(
+                            at, strip_bytes, strip_row, Dk, vectors + 2 * i * n_bytes,
+                            keys + i * n_bytes, decays + i * n_bytes,
+                            upper + 4 * (CHUNK + 1) * i, beta_at + i * beta_bytes,
+                            v_at + i * v_bytes + 4 * j, out_at + i * out_bytes + 4 * j, lanes,
+                            sums, u,
+                        )  # fmt: skip
+                        if kind != F32 and i < n - 1:
+                            copy_from_strips(at, kind, Dk, Dv, first + j, lanes, stored, sums)
+                            copy_to_strips(
+                                stored, kind, Dk, Dv, first + j, lanes, _GROUPS, at, sums
+                            )
+                    if kind != F32:
+                        copy_from_strips(at, kind, Dk, Dv, first + j, lanes, stored, sums)
+                        if t + n < end:
+                            copy_to_strips(
+                                stored, kind, Dk, Dv, first + j, lanes, _GROUPS, at, sums
+                            )
                 t += n
-            if not direct:
-                copy_from_strips(strips, kind, itemsize * Dv, Dk, width, stored, sums)
+            if kind == F32 and not direct:
+                copy_from_strips(strips, kind, Dk, Dv, first, width, stored, sums)
     release(vectors)

@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     machine = load_machine(arguments.machine)
     machine = machine.with_ranks(arguments.ranks or len(machine.devices))
-    model = planned_model(arguments.model, arguments.weights)
+    model = planned_model(arguments.model, arguments.weights).with_state_format(arguments.state)
     setting = RunConfig(
         kv=arguments.kv,
         activations=arguments.activations,
