@@ -96,9 +96,9 @@ class LoadOptions(OffloadConfig):
     weights: str | Path | Mapping[str, Any] | object | None = option(
         None, "weight format, e.g. q4, or a policy file (.toml)", shown="as stored",
         metavar="FMT", file=True, suffix=".toml",
-        more="For attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, or a "
-        "policy with a format for each matrix (`nbflow.quantization.policy`), as a file or as a "
-        "table of its keys.",
+        more="For the matrices of layers: a name of `nbflow_kernels.FORMATS`, or a policy with a "
+        "format for each matrix (`nbflow.quantization.policy`), as a file, as a table of its keys, "
+        'or as text: "*.ffn.*=q4;*.attn.*=q8".',
     )  # fmt: skip
     quantizer: str = option(
         "auto",

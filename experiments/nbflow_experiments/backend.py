@@ -54,10 +54,10 @@ def format_names() -> tuple[str, ...]:
 
 
 def is_policy(name: str) -> bool:
-    """Return whether a name is a policy file rather than a weight format."""
-    from nbflow.quantization.policy import ENDING
+    """Return whether a name is a policy, or its file, rather than a weight format."""
+    from nbflow.quantization import policy
 
-    return name.lower().endswith(ENDING)
+    return policy.is_policy(name)
 
 
 def policy_bits(file: str) -> float:
@@ -117,9 +117,10 @@ def format_digest(name: str, importance: str = "") -> str:
 
     These are the source of a registered format, a policy, importances; empty without any.
     """
-    files = [
-        Path(file) for file in (name, importance) if file and (file != name or is_policy(name))
-    ]
+    from nbflow.quantization.policy import is_policy_file
+
+    read = (name if is_policy_file(name) else "", importance)
+    files = [Path(file) for file in read if file]
     known = name == STORED or is_policy(name)
     own = "" if known else str(getattr(nk.FORMATS[name], "digest", ""))
     return "+".join([own] * bool(own) + [digest_files([file]) for file in files])

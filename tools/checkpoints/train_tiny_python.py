@@ -5,8 +5,10 @@
     train --out specs/nbflow_specs/checkpoints/tiny_python
     train --size draft --teacher specs/nbflow_specs/checkpoints/tiny_python --threads 1 \\
         --steps 2000 --stop 750 --out specs/nbflow_specs/checkpoints/tiny_python_draft
-    train --architecture qwen3_5 --start specs/nbflow_specs/checkpoints/tiny_python --rate 0.5 \\
-        --tokens-per-step 3072 --minutes 55 --out specs/nbflow_specs/checkpoints/tiny_python_hybrid
+    train --architecture qwen3_5 --start specs/nbflow_specs/checkpoints/tiny_python \\
+        --teacher specs/nbflow_specs/checkpoints/tiny_python --frozen --soft \\
+        --tokens-per-step 2048 --minutes 50 \\
+        --out specs/nbflow_specs/checkpoints/tiny_python_hybrid
 
 A draft model proposes tokens to its `--teacher`, a model trained before, and has its tokenizer.
 More training makes it better: `--start` takes over the tensors of an earlier run that fit, and
@@ -443,13 +445,14 @@ def continue_greedily(teacher: Llama, prompts: torch.Tensor, length: int) -> tor
 def export(
     model: Llama | Hybrid, tokenizer: Tokenizer, held_out: str, record: dict, out: Path
 ) -> None:
-    """Write an ordinary Hugging Face folder; a draft's tokenizer and text are the teacher's."""
+    """Write an ordinary Hugging Face folder; the tokenizer is the teacher's, if there is one."""
     out.mkdir(parents=True, exist_ok=True)
     state = {f"model.{k}": v.detach().half().contiguous() for k, v in model.named_parameters()}
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
-    if not record.get("windows_continued_by_teacher"):
+    if "teacher" not in record:
         tokenizer.save(str(out / "tokenizer.json"))
+    if not record.get("windows_continued_by_teacher"):
         (out / "eval.txt").write_text(held_out, encoding="utf-8")
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
