@@ -38,7 +38,7 @@ def chunks(
     >>> list(chunks([3, 4, 2], 5, whole=True))
     [[(0, 0, 3)], [(1, 0, 4)], [(2, 0, 2)]]
     >>> list(chunks([3, 9], 6, whole=False, multiple=4))
-    [[(0, 0, 3)], [(1, 0, 4)], [(1, 4, 8)], [(1, 8, 9)]]
+    [[(0, 0, 3)], [(1, 0, 4)], [(1, 4, 9)]]
     """
     multiple = multiple if multiple <= most else 1
     step: list[Chunk] = []
