@@ -96,9 +96,9 @@ class LoadOptions(OffloadConfig):
     weights: str | Path | Mapping[str, Any] | object | None = option(
         None, "weight format, e.g. q4, or a policy file (.toml)", shown="as stored",
         metavar="FMT", file=True, suffix=".toml",
-        more="For attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, or a "
-        "policy with a format for each matrix (`nbflow.quantization.policy`), as a file or as a "
-        "table of its keys.",
+        more="For the matrices of layers: a name of `nbflow_kernels.FORMATS`, or a policy with a "
+        "format for each matrix (`nbflow.quantization.policy`), as a file, as a table of its keys, "
+        'or as text: "*.ffn.*=q4;*.attn.*=q8".',
     )  # fmt: skip
     quantizer: str = option(
         "auto",
@@ -138,6 +138,12 @@ class LoadOptions(OffloadConfig):
         more="hadamard multiplies blocks of each head by a Hadamard matrix, which spreads outlier "
         "channels; queries and outputs of attention are rotated to match.  Formats of floats in "
         "`kv` are not rotated.  See docs/kvcache.md.",
+    )  # fmt: skip
+    state: Literal["f32", "f16", "bf16", "q8_0"] = option(
+        "f32", "storage format of recurrent states: f32, f16, bf16 or q8_0", metavar="FMT",
+        more="Only models with recurrent layers have them.  The arithmetic is float32; states are "
+        "rounded after each token, in prompts after each chunk of the layer's kernel.  With q8_0 "
+        "states of convolutions are bf16.  See docs/state_formats.md.",
     )  # fmt: skip
     partition: str = option(
         "0",

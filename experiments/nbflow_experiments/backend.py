@@ -54,10 +54,10 @@ def format_names() -> tuple[str, ...]:
 
 
 def is_policy(name: str) -> bool:
-    """Return whether a name is a policy file rather than a weight format."""
-    from nbflow.quantization.policy import ENDING
+    """Return whether a name is a policy, or its file, rather than a weight format."""
+    from nbflow.quantization import policy
 
-    return name.lower().endswith(ENDING)
+    return policy.is_policy(name)
 
 
 def policy_bits(file: str) -> float:
@@ -117,9 +117,10 @@ def format_digest(name: str, importance: str = "") -> str:
 
     These are the source of a registered format, a policy, importances; empty without any.
     """
-    files = [
-        Path(file) for file in (name, importance) if file and (file != name or is_policy(name))
-    ]
+    from nbflow.quantization.policy import is_policy_file
+
+    read = (name if is_policy_file(name) else "", importance)
+    files = [Path(file) for file in read if file]
     known = name == STORED or is_policy(name)
     own = "" if known else str(getattr(nk.FORMATS[name], "digest", ""))
     return "+".join([own] * bool(own) + [digest_files([file]) for file in files])
@@ -147,7 +148,9 @@ def plan_memory(config: Mapping[str, Any], partition: str) -> MemoryPlan:
     from nbflow.planner.memory_plan import RunSize
     from nbflow.planner.memory_plan import plan_memory as plan
 
-    names = ("weights", "outliers", "quantizer", "kv", "activations", "all_reduce", "device")
+    names = (
+        "weights", "outliers", "quantizer", "kv", "state", "activations", "all_reduce", "device",
+    )  # fmt: skip
     more = ("kv_host_percent", "cpu_layers", "max_context")
     options = {name: config[name] for name in (*names, *more) if config[name]}
     options["embeddings_on_host"] = bool(config["embeddings_on_host"])
@@ -165,7 +168,7 @@ def partition_ranks(partition: str) -> tuple[int, ...]:
 def choices() -> dict[str, tuple[str, ...]]:
     """Return the accepted values of enumerated settings."""
     known = fields(LoadOptions)
-    names = ("kv_rotation", "activations", "all_reduce", "optimize")
+    names = ("kv_rotation", "state", "activations", "all_reduce", "optimize")
     return {name: known[name].choices for name in names}
 
 

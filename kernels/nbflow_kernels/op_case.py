@@ -6,8 +6,8 @@ name and parameters) and `cases.py` with a list `CASES` of `OpCase`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,8 @@ class OpCase:
     """Shape and dtype of `out=`; the test passes it filled with NaN and expects it back."""
     mutates: tuple[str, ...] = ()
     """Names of arguments that are changed in place; they are compared too."""
+    decoded: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    """Functions that decode stored bytes of an argument of `mutates` to the compared numbers."""
     host: tuple[str, ...] = ()
     """Names of array arguments that stay in host memory when the others are on a device."""
     exact: bool = False

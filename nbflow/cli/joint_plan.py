@@ -125,7 +125,7 @@ def run_joint(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--max-kld plans for one --batch, got {batch!r}")
     machine = planned_machine(arguments.machine, arguments.vram, arguments.ranks)
     workload = Workload(int(batch), arguments.prompt, arguments.generate, arguments.context)
-    model = planned_model(arguments.model)
+    model = planned_model(arguments.model).with_state_format(arguments.state)
     config = RunConfig(
         activations=arguments.activations,
         kv_host=arguments.kv_host_percent / 100,
@@ -209,6 +209,8 @@ def check_sweep(
     }  # fmt: skip
     if arguments.activations is not None:
         settings["activations"] = arguments.activations
+    if arguments.state != LoadOptions.state:
+        settings["state"] = arguments.state
     if arguments.text is not None:
         settings["eval_text"] = str(Path(arguments.text).resolve())
     if on_devices:

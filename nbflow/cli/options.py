@@ -35,8 +35,8 @@ def add_plugins_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_kv_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the KV cache format, with llama.cpp's options for keys and values."""
-    add_options(parser, LoadOptions, ["kv"])
+    """Add the formats of KV cache and states, with llama.cpp's options for keys and values."""
+    add_options(parser, LoadOptions, ["kv", "state"])
     _add_kv_sides(parser)
 
 

@@ -59,7 +59,8 @@ def draft_plan(options: ModelOptions) -> MemoryPlan:
     assert options.draft is not None
     return plan_memory(
         options.draft, weights=options.draft_weights, activations=options.activations,
-        kv=options.kv, max_sequences=options.engine.max_sequences or MAX_SEQUENCES,
+        kv=options.kv, state=options.state,
+        max_sequences=options.engine.max_sequences or MAX_SEQUENCES,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from nbflow.engine.interfaces import ModelRunner, StepRunner
 from nbflow.engine.request_validation import check_encoder_ids, check_ids
+from nbflow.kv_cache.state_table import STATE_CHUNK
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
@@ -22,10 +23,13 @@ Chunk = tuple[int, int, int]
 """Index of a sequence, first token, and end of its tokens."""
 
 
-def chunks(lengths: Sequence[int], most: int, whole: bool) -> Iterator[list[Chunk]]:
+def chunks(
+    lengths: Sequence[int], most: int, whole: bool, multiple: int = 1
+) -> Iterator[list[Chunk]]:
     """Yield the tokens of each step, at most `most` of them.
 
-    With `whole` sequences are not split; one longer than `most` runs alone.
+    With `whole` sequences are not split; one longer than `most` runs alone.  Others are split at
+    multiples of `multiple`, unless `most` is less.
 
     Examples
     --------
@@ -33,7 +37,10 @@ def chunks(lengths: Sequence[int], most: int, whole: bool) -> Iterator[list[Chun
     [[(0, 0, 3), (1, 0, 2)], [(1, 2, 4), (2, 0, 2)]]
     >>> list(chunks([3, 4, 2], 5, whole=True))
     [[(0, 0, 3)], [(1, 0, 4)], [(2, 0, 2)]]
+    >>> list(chunks([3, 9], 6, whole=False, multiple=4))
+    [[(0, 0, 3)], [(1, 0, 4)], [(1, 4, 9)]]
     """
+    multiple = multiple if multiple <= most else 1
     step: list[Chunk] = []
     room = most
     for b, length in enumerate(lengths):
@@ -43,6 +50,12 @@ def chunks(lengths: Sequence[int], most: int, whole: bool) -> Iterator[list[Chun
                 yield step
                 step, room = [], most
             stop = length if whole else min(length, start + room)
+            if stop < length:
+                stop -= stop % multiple
+            if stop <= start:  # a step of its own has room
+                yield step
+                step, room = [], most
+                continue
             step.append((b, start, stop))
             room -= stop - start
             start = stop
@@ -158,7 +171,8 @@ class PromptEvaluator:
         ]
         whole = not self._worker.spec.causal  # bidirectional attention
         most = self._worker.max_step_tokens if last else self._max_tokens(names)
-        for chunk in chunks(lengths, most, whole):
+        multiple = STATE_CHUNK if self._worker.spec.is_recurrent else 1
+        for chunk in chunks(lengths, most, whole, multiple):
             found = self._run_chunk(numbers, tokens, names, types, chunk, last)
             for rows, result in zip(found, results, strict=True):
                 first = 0

@@ -36,6 +36,7 @@ from nbflow.engine.worker import Worker
 from nbflow.executor.device_memory import DeviceMemory
 from nbflow.executor.trace import TracePrinter
 from nbflow.kv_cache.rotation import with_rotation
+from nbflow.kv_cache.state_storage import with_state_format
 from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
 from nbflow.planner.machine import Machine
@@ -94,7 +95,7 @@ def load(
     given = (options or LoadOptions()).replaced(changes)
     load_plugins(given.plugins)
     resolved = resolve(model, spec=given.spec)
-    the_spec = _shorten(resolved.spec, given.max_context)
+    the_spec = with_state_format(_shorten(resolved.spec, given.max_context), given.state)
     weights = cast(Weights, given.weights)
     formats = weight_formats(weights)
     if formats is not None:

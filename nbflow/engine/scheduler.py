@@ -34,12 +34,11 @@ from hashlib import blake2b
 from nbflow.engine.request import Request
 from nbflow.kv_cache.block_table import UNLIMITED, BlockTable
 from nbflow.kv_cache.prefix_cache import HashChain
+from nbflow.kv_cache.state_table import STATE_CHUNK
 from nbflow_kernels.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-STATE_CHUNK = 32
-"""Tokens that recurrent layers compute at once: prompts cut at multiples have the same results."""
 FIRST_SNAPSHOT = 512
 """Tokens of a long prompt after which its recurrent state is kept first."""
 CHUNK_RESERVE = 4
@@ -444,7 +443,21 @@ class Scheduler:
             n = step.token_budget - min(
                 sum(r.n_pending for r in behind), step.token_budget // CHUNK_RESERVE
             )
+        if request.needs_all_logits and not request.single_step:
+            n = min(n, step.logit_budget)
+        if self.table.states is not None and n < request.n_pending:
+            n = self._whole_chunks(step, request, n)
         step.add_request(request, n)
+
+    def _whole_chunks(self, step: _Step, request: Request, n: int) -> int:
+        """Return the tokens of a part of a prompt, which ends with a chunk of recurrent layers.
+
+        It waits if other prompts leave less room than a chunk, and ends anywhere if these are
+        generated tokens, of which a later step may have as many.
+        """
+        whole = n - (request.n_computed + n) % STATE_CHUNK
+        others = any(not entry.request.is_generating for entry in step.scheduled.values())
+        return max(whole, 0) if whole > 0 or others else n
 
     def _admit(self, step: _Step) -> None:
         """Admit waiting requests."""

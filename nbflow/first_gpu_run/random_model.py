@@ -1,4 +1,4 @@
-"""Write a Llama or a Qwen 3 with experts of random weights to a GGUF file, for measuring speed.
+"""Write a Llama, Qwen 3 MoE or Granite 4 of random weights to a GGUF file, for measuring speed.
 
     python -m nbflow.first_gpu_run.random_model 1.1b q4_0 model.gguf
 
@@ -28,7 +28,7 @@ ROWS_MADE = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama, or with experts of a Qwen 3 MoE."""
+    """Sizes of a Llama, with experts of a Qwen 3 MoE, with Mamba-2 layers of a Granite 4."""
 
     n_layers: int
     width: int
@@ -41,11 +41,19 @@ class Shape:
     """Experts of a layer, each of `ffn_width`; 0 for one feed-forward network."""
     n_used: int = 0
     """Experts of a token."""
+    state_dim: int = 0
+    """Numbers of a Mamba-2 state per value; 0 for attention in all layers."""
 
     @property
     def architecture(self) -> str:
         """Name of the architecture in GGUF."""
+        if self.state_dim:
+            return "granitehybrid"
         return "qwen3moe" if self.n_experts else "llama"
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Return True for a layer with Mamba-2: nine of ten in a hybrid."""
+        return bool(self.state_dim) and layer % 10 != 5
 
 
 SHAPES = {
@@ -56,9 +64,15 @@ SHAPES = {
     "7b": Shape(32, 4096, 11008, 32, 32, 32000, 4096),
     "tiny-moe": Shape(1, 64, 32, 2, 1, 300, 64, 8, 2),
     "3.4b-moe": Shape(8, 2048, 1024, 16, 4, 32000, 4096, 64, 8),
+    "tiny-hybrid": Shape(6, 64, 128, 2, 1, 300, 64, state_dim=32),
+    "1.4b-hybrid": Shape(40, 1536, 4096, 12, 4, 32000, 8192, state_dim=128),
 }
 """A model for the emulated device, stories15M and stories110M of llama2.c, TinyLlama 1.1B, Llama 2
-7B, a model for tests, half the layers of a model with 8 of 64 experts per token (0.5B active)."""
+7B, a model for tests, half the layers of a model with 8 of 64 experts per token (0.5B active), a
+hybrid for tests, Granite 4.0 H 1B with another vocabulary."""
+SSM_HEAD = 64
+"""Values of a head of Mamba-2, which has twice the model's width of them."""
+CONV_KERNEL = 4
 
 
 def write(path: Path, shape: Shape, format: str, n_layers: int | None = None) -> None:
@@ -67,13 +81,16 @@ def write(path: Path, shape: Shape, format: str, n_layers: int | None = None) ->
     tensors = [_matrix("token_embd", shape.vocabulary, shape.width, format)]
     layers = shape.n_layers if n_layers is None else n_layers
     for i in range(layers):
-        for name, rows, columns in (
+        attention = (
             ("attn_q", shape.width, shape.width),
             ("attn_k", kv_width, shape.width),
             ("attn_v", kv_width, shape.width),
             ("attn_output", shape.width, shape.width),
-        ):
-            tensors.append(_matrix(f"blk.{i}.{name}", rows, columns, format))
+        )
+        if shape.is_recurrent(i):
+            tensors += _mamba2(shape, f"blk.{i}", format)
+        else:
+            tensors += (_matrix(f"blk.{i}.{n}", rows, cols, format) for n, rows, cols in attention)
         tensors += _feed_forward(shape, f"blk.{i}", format)
         norms = {"attn_norm": shape.width, "ffn_norm": shape.width}
         if shape.n_experts:
@@ -84,6 +101,26 @@ def write(path: Path, shape: Shape, format: str, n_layers: int | None = None) ->
     tensors.append(_matrix("output", shape.vocabulary, shape.width, format))
     with path.open("wb") as file:
         write_gguf(file, _metadata(shape, layers), tensors)
+
+
+def _mamba2(shape: Shape, layer: str, format: str) -> list[TensorPlan]:
+    """Return the plans of a layer's Mamba-2, which remembers 1 to 60 tokens."""
+    inner, n = 2 * shape.width, shape.state_dim
+    heads = inner // SSM_HEAD
+    rng = np.random.default_rng(0)
+    vectors = {
+        "ssm_a": -np.geomspace(0.05, 1.0, heads)[:, None],
+        "ssm_d": np.ones((heads, 1)),
+        "ssm_dt.bias": np.zeros(heads),
+        "ssm_conv1d.weight": rng.standard_normal((inner + 2 * n, CONV_KERNEL)) / 2.0,
+        "ssm_conv1d.bias": np.zeros(inner + 2 * n),
+        "ssm_norm.weight": np.ones((1, inner)),
+    }
+    return [
+        _matrix(f"{layer}.ssm_in", 2 * inner + 2 * n + heads, shape.width, format),
+        _matrix(f"{layer}.ssm_out", shape.width, inner, format),
+        *(float32_plan(f"{layer}.{name}", values) for name, values in vectors.items()),
+    ]
 
 
 def _feed_forward(shape: Shape, layer: str, format: str) -> list[TensorPlan]:
@@ -148,10 +185,24 @@ def _metadata(shape: Shape, n_layers: int) -> dict[str, tuple[Kind, Any]]:
             "attention.value_length": shape.width // shape.n_heads,
         }
     name = shape.architecture
+    kv_heads = [0 if shape.is_recurrent(i) else shape.n_kv_heads for i in range(n_layers)]
+    of_hybrid: dict[str, tuple[Kind, Any]] = {
+        "attention.head_count_kv": ((ARRAY, I32), kv_heads),
+        "attention.scale": ((F32,), (shape.width // shape.n_heads) ** -0.5),
+        "embedding_scale": ((F32,), 1.0),
+        "residual_scale": ((F32,), 1.0),
+        "logit_scale": ((F32,), 1.0),
+        "ssm.conv_kernel": ((U32,), CONV_KERNEL),
+        "ssm.state_size": ((U32,), shape.state_dim),
+        "ssm.group_count": ((U32,), 1),
+        "ssm.inner_size": ((U32,), 2 * shape.width),
+        "ssm.time_step_rank": ((U32,), 2 * shape.width // SSM_HEAD),
+    }
     return {
         "general.architecture": ((STRING,), name),
         "general.name": ((STRING,), "random"),
         **{f"{name}.{key}": ((U32,), number) for key, number in numbers.items()},
+        **{f"{name}.{key}": value for key, value in of_hybrid.items() if shape.state_dim},
         f"{name}.attention.layer_norm_rms_epsilon": ((F32,), 1e-5),
         f"{name}.rope.freq_base": ((F32,), 10000.0),
         "tokenizer.ggml.model": ((STRING,), "llama"),

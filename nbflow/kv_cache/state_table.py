@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+STATE_CHUNK = 32
+"""Tokens that recurrent layers compute at once: prompts cut at multiples have the same results."""
 ZEROS = -1
 """Source of a copy that clears a row."""
 

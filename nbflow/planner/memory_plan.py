@@ -188,7 +188,7 @@ def plan_memory(
     given = (options or LoadOptions()).replaced(changes)
     weights, all_reduce = cast(str | None, given.weights), given.all_reduce
     planned = planned_model(model, weights, given.spec).shortened(given.max_context)
-    planned = planned.quantized_by(given.quantizer)
+    planned = planned.quantized_by(given.quantizer).with_state_format(given.state)
     partition = given.partition
     if partition == "auto":
         config = RunConfig(kv=given.kv, activations=given.activations, all_reduce=all_reduce)

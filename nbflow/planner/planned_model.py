@@ -14,6 +14,7 @@ import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
 from nbflow.checkpoint.quantization_config import read_quantization
 from nbflow.checkpoint.weight_file import ITEM_BYTES
+from nbflow.kv_cache.state_storage import with_state_format
 from nbflow.program import build, build_cross_kv
 from nbflow.program.records import Program
 from nbflow.quantization.policy import WeightFormats, Weights, is_matrix, weight_formats
@@ -138,6 +139,10 @@ class PlannedModel:
         return dataclasses.replace(
             self, spec=dataclasses.replace(self.spec, max_context=max_context)
         )
+
+    def with_state_format(self, format: str) -> PlannedModel:
+        """Return the model with recurrent states in a format."""
+        return dataclasses.replace(self, spec=with_state_format(self.spec, format))
 
     def quantized_by(self, quantizer: str) -> PlannedModel:
         """Return the model as the option `quantizer` of `nbflow.load` changes it (untied head)."""

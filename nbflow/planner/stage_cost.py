@@ -7,7 +7,6 @@ other at every all-reduce: in between, the slowest rank counts.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +25,7 @@ from nbflow.program.cost import (
     op_cost,
     sends_q8,
 )
-from nbflow.program.records import COMMUNICATION, Op, Program
+from nbflow.program.records import COMMUNICATION, Op, Program, state_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class RankWork:
     def state_bytes(self) -> int:
         """Return the bytes of the recurrent states of one sequence."""
         ops = [op for op in self.program.ops if "state" in op.attrs]
-        return sum(FLOAT32_BYTES * self.count(op) * math.prod(op.attrs["state"]) for op in ops)
+        return sum(self.count(op) * state_of(op, self.program.spec).n_bytes for op in ops)
 
     def workspace_bytes(
         self, step: StepShape, activations: str = "f32", on_device: bool = False

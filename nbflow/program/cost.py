@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nbflow.distributed.quantized_all_reduce import q8_packed_bytes
-from nbflow.program.records import Mask, Op, Program, mask_of
+from nbflow.program.records import Mask, Op, Program, mask_of, state_of
 from nbflow_kernels.kv_cache.formats import kv_formats
 
 FLOAT32_BYTES = 4
@@ -105,7 +105,7 @@ def op_cost(program: Program, op: Op, step: StepShape, bits: Bits, kv: str) -> O
             "mamba2": 5 * size,
         }
         per_token = scans.get(op.kind, 2 * n_weights)
-        moved_states = 2.0 * step.n_sequences * size * FLOAT32_BYTES
+        moved_states = 2.0 * step.n_sequences * state_of(op, program.spec).n_bytes
         return OpCost(
             n_bytes, n_weights, moved_states, buffer_bytes, 0.0, per_token * step.n_tokens
         )
@@ -153,8 +153,8 @@ def kv_token_bytes(program: Program, kv: str) -> int:
 
 
 def state_row_bytes(program: Program) -> int:
-    """Return the bytes of a rank's recurrent states of one sequence, in float32."""
-    return FLOAT32_BYTES * sum(math.prod(shape) for shape in program.states.values())
+    """Return the bytes of a rank's recurrent states of one sequence."""
+    return sum(state.n_bytes for state in program.states.values())
 
 
 def _attention_cost(

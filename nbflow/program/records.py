@@ -87,6 +87,7 @@ from typing import Any, Literal
 
 from nbflow.spec.architecture import HeadShape
 from nbflow.spec.model_spec import ModelSpec
+from nbflow_kernels.state_format import state_bytes
 
 Kind = Literal[
     "embedding", "norm", "sum_squares", "linear", "rope", "hadamard", "temperature",
@@ -191,6 +192,34 @@ def state_key(op: Op) -> StateKey:
     return op.layer or 0, op.out
 
 
+@dataclass(frozen=True)
+class State:
+    """State of one sequence for a recurrent op."""
+
+    shape: tuple[int, ...]
+    format: str = "f32"
+    """Storage format, see `nbflow_kernels.state_format`."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes in storage."""
+        return state_bytes(self.shape, self.format)
+
+
+def state_of(op: Op, spec: ModelSpec) -> State:
+    """Return the state of a recurrent op.
+
+    A convolution keeps a few inputs of each channel, which fill no block of q8_0: bfloat16 has
+    their range and about its precision.  Ops of plugins get float32.
+    """
+    format = spec.state_format
+    if op.kind == "plugin":
+        format = "f32"
+    elif op.kind == "conv" and format == "q8_0":
+        format = "bf16"
+    return State(op.attrs["state"], format)
+
+
 def kv_heads_read(spec: ModelSpec, layer: int, heads: tuple[int, int]) -> tuple[int, int]:
     """Return the first and last + 1 KV head of a layer that query heads (first, number) read."""
     n, (first, n_heads) = spec.heads_of(layer).n_kv_heads, heads
@@ -226,9 +255,10 @@ class Program:
         return replace(heads, n_kv_heads=end - first)
 
     @property
-    def states(self) -> dict[StateKey, tuple[int, ...]]:
-        """Shape of the state of one sequence for each recurrent op."""
-        return {state_key(op): op.attrs["state"] for op in self.ops if "state" in op.attrs}
+    def states(self) -> dict[StateKey, State]:
+        """State of one sequence for each recurrent op."""
+        ops = (op for op in self.ops if "state" in op.attrs)
+        return {state_key(op): state_of(op, self.spec) for op in ops}
 
     def __str__(self) -> str:
         header = (

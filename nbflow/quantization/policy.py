@@ -13,6 +13,8 @@ the first match decides, and matrices without a match keep their stored format::
     "*.ffn.down.weight" = "q6"
     "*" = "q3h"
 
+Text with patterns does without a file: ``"*.ffn.*=q4;*.attn.*=q8"``.
+
 A key ``min_elements`` before the table keeps smaller matrices in float16, as Inferflow's
 ``tensor_quant_threshold``.  A server's file can hold the same keys instead of a file's name.
 
@@ -108,14 +110,30 @@ class WeightFormats:
             )
 
 
+def is_policy_file(text: str) -> bool:
+    """Return whether the text names a policy file."""
+    return text.lower().endswith(ENDING)
+
+
+def is_policy(text: str) -> bool:
+    """Return whether the text is a policy or names its file, rather than a weight format."""
+    return is_policy_file(text) or ("=" in text and text not in FORMATS)
+
+
 Weights = str | os.PathLike[str] | Mapping[str, Any] | WeightFormats | None
-"""Name of a format, a policy file or its content, formats, or None for the stored formats."""
+"""Name of a format, patterns with formats, a policy file or its content, formats, or None for the
+stored formats."""
 
 
 def weight_formats(weights: Weights) -> WeightFormats | None:
-    """Return the weight formats of a format's name, or of a policy file (``.toml``).
+    """Return the weight formats of a format's name, or of a policy or its file (``.toml``).
 
     None, or the name "stored", keeps the formats of the checkpoint.
+
+    Examples
+    --------
+    >>> weight_formats("*.ffn.*=q4_0; *.attn.q.weight=q8_0").patterns
+    (('*.ffn.*', 'q4_0'), ('*.attn.q.weight', 'q8_0'))
     """
     if weights is None or isinstance(weights, WeightFormats):
         return weights
@@ -124,8 +142,11 @@ def weight_formats(weights: Weights) -> WeightFormats | None:
     text = os.fspath(weights)
     if text.lower() == STORED:
         return None
-    if not text.lower().endswith(ENDING):
+    if not is_policy(text):
         return WeightFormats((("*", FORMATS[text].name),))
+    if not is_policy_file(text):
+        pairs = (part.partition("=") for part in text.split(";"))
+        return _parsed({"formats": {p.strip(): f.strip() for p, _, f in pairs}}, "weights")
     path = Path(text)
     if not path.is_file():
         raise UsageError(f"{path}: policy file not found")

@@ -176,6 +176,7 @@ def _draft(options: ModelOptions, model: nbflow.LLM) -> Iterator[nbflow.LLM | st
         options.draft,
         weights=options.draft_weights,
         kv=options.kv,
+        state=options.state,
         activations=options.activations,
         device=options.device.split(",")[0],  # this rank's
         threads=model.threads,

@@ -326,6 +326,8 @@ class Architecture:
     """Name of the attention variant of a plugin."""
     rotated_cache: tuple[CacheSide, ...] = ()
     """Sides of the KV cache that hold rotated vectors (`nbflow.kv_cache.rotation`)."""
+    state_format: str = "f32"
+    """Storage format of recurrent states (`nbflow_kernels.state_format`)."""
     output_gate: bool = False
     temperature: TemperatureSpec | None = None
     """Factor of the queries by position."""

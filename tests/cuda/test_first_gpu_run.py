@@ -142,6 +142,15 @@ def test_a_random_model_with_experts(tmp_path: Path) -> None:
         assert np.isfinite(model.logits([1, 5, 9])).all()
 
 
+def test_a_random_hybrid(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", SHAPES["tiny-hybrid"], "q8_0")
+    found = {t.name: t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert found["blk.0.ssm_in.weight"].shape.tolist() == [64, 2 * 128 + 2 * 32 + 2]
+    assert found["blk.5.attn_q.weight"].shape.tolist() == [64, 64]
+    with nbflow.load(tmp_path / "model.gguf", state="q8_0") as model:
+        assert np.isfinite(model.logits([1, 5, 9])).all()
+
+
 def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = tmp_path / "bad.bundle"
     bad.write_bytes(b"nothing")

@@ -26,3 +26,18 @@ def test_models_with_recurrent_layers(name):
         assert np.abs(found - logits[:20]).max() < 5e-6 * np.abs(logits).max()
         both = model.generate_batch([ids, ids[:5]], max_tokens=3)
         assert both[0].ids == continuation[:3].tolist()
+
+
+@pytest.mark.parametrize(("name", "format"), [("qwen3_5", "q8_0"), ("falcon_h1", "bf16")])
+def test_formats_of_states(name, format):
+    """States are rounded at the same tokens as on the CPU, some of them to the other neighbour."""
+    folder = FAMILIES / name
+    with np.load(folder / "golden.npz") as file:
+        ids, exact = file["ids"][:40], file["logits"][:40]
+    found = {}
+    for device in ("cpu", "emulator"):
+        with nbflow.load(folder, kv="f32", state=format, device=device, threads=1) as model:
+            found[device] = model.logits(ids)
+    rounding = np.abs(found["cpu"] - exact).max()
+    assert np.abs(found["emulator"] - found["cpu"]).max() < 0.2 * rounding
+    assert rounding > 1e-4 * np.abs(exact).max()

@@ -66,9 +66,16 @@ PARAMETERS = {
     "yi_34b_chat": 34_388_917_248,
     "yi_6b": 6_061_035_520,
 }
-NO_NUMBERS = {"tiny_python", "tiny_python_draft", "xverse_13b_chat", "yi_6b_200k"}
+NO_NUMBERS = {
+    "tiny_python",
+    "tiny_python_draft",
+    "tiny_python_hybrid",
+    "xverse_13b_chat",
+    "yi_6b_200k",
+}
 NO_TEMPLATE = {
-    "tiny_python", "tiny_python_draft", "bert_base_multilingual_cased", "facebook_m2m100_418m",
+    "tiny_python", "tiny_python_draft", "tiny_python_hybrid", "bert_base_multilingual_cased",
+    "facebook_m2m100_418m",
     "llama3.1_70b", "llama3.1_405b", "deepseek_v2_chat", "deepseek_v2_lite_chat", "deepseek_v3",
     "gpt_oss_20b", "gpt_oss_120b",
 }  # fmt: skip

@@ -406,15 +406,15 @@ def test_tokenizer_that_the_model_file_promises(tmp_path: Path) -> None:
         resolve(tmp_path, spec=tmp_path / "none.toml")
 
 
-BUNDLED = ("tiny_python", "tiny_python_draft")
+BUNDLED = ("tiny_python", "tiny_python_draft", "tiny_python_hybrid")
 
 
 def test_neither_a_path_nor_a_name() -> None:
     with pytest.raises(UsageError) as caught:
         resolve("tiny_pyhton")
     assert str(caught.value) == (
-        "unknown model 'tiny_pyhton'; did you mean 'tiny_python' or 'tiny_python_draft'? "
-        "'nbflow spec --list' lists all names; or give the path of a folder or a weight file that "
+        "unknown model 'tiny_pyhton'; did you mean 'tiny_python' or 'tiny_python_draft' or "
+        "'tiny_python_hybrid'? 'nbflow spec --list' lists all names; or give the path of a folder or a weight file that "
         "exists"
     )
 
@@ -431,13 +431,16 @@ def test_files_that_come_with_the_package() -> None:
 
 
 def test_bundled_models_fit_their_specifications() -> None:
-    model, draft = map(resolve, BUNDLED)
-    for resolved in (model, draft):
+    model, draft, hybrid = map(resolve, BUNDLED)
+    for resolved in (model, draft, hybrid):
         with open_weights(resolved.path) as weights:
             check(resolved.spec, weights)
     assert model.tokenizer is not None
     assert draft.tokenizer is not None
+    assert hybrid.tokenizer is not None
     assert model.tokenizer.samefile(draft.tokenizer)
+    assert model.tokenizer.samefile(hybrid.tokenizer)
+    assert hybrid.spec.is_recurrent
     assert draft.spec.n_parameters < 0.11 * model.spec.n_parameters
 
 

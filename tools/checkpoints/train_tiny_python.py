@@ -1,15 +1,23 @@
-"""Train the bundled models: small Llamas on the source text of Python's standard library.
+"""Train the bundled models: small decoders on the source text of Python's standard library.
 
     python -m venv /tmp/train && /tmp/train/bin/pip install torch tokenizers safetensors numpy
     alias train="/tmp/train/bin/python tools/checkpoints/train_tiny_python.py"
     train --out specs/nbflow_specs/checkpoints/tiny_python
     train --size draft --teacher specs/nbflow_specs/checkpoints/tiny_python --threads 1 \\
         --steps 2000 --stop 750 --out specs/nbflow_specs/checkpoints/tiny_python_draft
+    train --architecture qwen3_5 --start specs/nbflow_specs/checkpoints/tiny_python \\
+        --teacher specs/nbflow_specs/checkpoints/tiny_python --frozen --soft \\
+        --tokens-per-step 2048 --minutes 50 \\
+        --out specs/nbflow_specs/checkpoints/tiny_python_hybrid
 
 A draft model proposes tokens to its `--teacher`, a model trained before, and has its tokenizer.
-More training makes it better: `--start` resumes from the weights of an earlier run, and
+More training makes it better: `--start` takes over the tensors of an earlier run that fit, and
 `--continued N` lets half of the windows be the teacher's own greedy continuations of N windows of
 the text (sequence-level distillation, Kim and Rush 2016).
+
+`--architecture qwen3_5` trains a hybrid in the layout of Qwen 3.5: the gated delta rule in three
+layers of four, gated attention in the fourth; it takes the model of `transformers`.  `--minutes`
+plans the learning rate by time instead of steps, for a machine whose speed is unknown.
 
 Torch is needed here only.  The text is the standard library of the Python that runs this script,
 its tests included (PSF licence, see NOTICE), without the generated code tables; it takes a Python
@@ -69,8 +77,25 @@ DRAFT = {
     "num_attention_heads": 3,
     "num_key_value_heads": 3,
 }
-SIZES: dict[str, Config] = {"base": BASE, "draft": BASE | DRAFT}
-"""3.7 million parameters, and a tenth of them."""
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "full_attention_interval": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+CONFIGS: dict[tuple[str, str], Config] = {
+    ("llama", "base"): BASE,
+    ("llama", "draft"): BASE | DRAFT,
+    ("qwen3_5", "base"): {k: v for k, v in BASE.items() if k != "rope_theta"} | HYBRID,
+}
+"""3.7 million parameters, a tenth of them, and 3.9 million."""
 END = "<|endoftext|>"
 # Whole modules kept out of training; ordinary library code of several kinds.
 HELD_OUT = (
@@ -196,12 +221,7 @@ class Llama(torch.nn.Module):
         self.embed_tokens = torch.nn.Embedding(config["vocab_size"], config["hidden_size"])
         self.layers = torch.nn.ModuleList(Layer(config) for _ in range(n_layers))
         self.norm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
-        for name, p in self.named_parameters():
-            if p.ndim == 2:
-                std = 0.02 if "embed" in name else 1 / math.sqrt(p.shape[1])
-                torch.nn.init.normal_(p, std=std)
-                if "o_proj" in name or "down_proj" in name:
-                    p.data.mul_(1 / math.sqrt(2 * n_layers))
+        initialize_matrices(self, n_layers)
 
     def forward(self, ids: torch.Tensor, caches: list[list] | None = None) -> torch.Tensor:
         D, T = self.config["head_dim"], ids.shape[1]
@@ -214,12 +234,124 @@ class Llama(torch.nn.Module):
         return F.linear(self.norm(x), self.embed_tokens.weight)
 
 
-def learning_rate(step: int, steps: int, peak: float) -> float:
+def initialize_matrices(model: torch.nn.Module, n_layers: int) -> None:
+    """Draw the matrices of a decoder; those that write to the residual stream are smaller."""
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            std = 0.02 if "embed" in name else 1 / math.sqrt(p.shape[1])
+            torch.nn.init.normal_(p, std=std)
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                p.data.mul_(1 / math.sqrt(2 * n_layers))
+
+
+class Hybrid(torch.nn.Module):
+    """Qwen 3.5 of `transformers` with the recurrence in float32 under autocast."""
+
+    def __init__(self, config: Config) -> None:
+        from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
+
+        super().__init__()
+        self.config = config
+        modeling_qwen3_5.torch_chunk_gated_delta_rule = gated_delta_rule
+        settings = configuration_qwen3_5.Qwen3_5TextConfig(**config)
+        self.model = modeling_qwen3_5.Qwen3_5ForCausalLM(settings)
+        initialize_matrices(self.model, config["num_hidden_layers"])
+        for layer in self.model.model.layers:
+            if hasattr(layer, "linear_attn"):
+                # A step of 0.001 to 0.1 at the start, as in Mamba-2 (Dao and Gu, 2024): with the
+                # constructor's 1.3 most heads would forget everything within two tokens.
+                delta = layer.linear_attn
+                step = torch.exp(
+                    torch.empty_like(delta.dt_bias).uniform_(*map(math.log, (1e-3, 0.1)))
+                )
+                delta.dt_bias.data.copy_(step + torch.log(-torch.expm1(-step)))
+                torch.nn.init.uniform_(delta.conv1d.weight, -0.5, 0.5)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Name the parameters as the checkpoint does, without the leading `model.`."""
+        return self.model.model.named_parameters(*args, **kwargs)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, use_cache=False).logits
+
+
+class UnitLowerInverse(torch.autograd.Function):
+    """Inverse of I + A for strictly lower triangular A (..., n, n), n = 8 * 2^k.
+
+    `torch.linalg.solve_triangular` takes half of a step in a batch of small matrices.  The blocks
+    of 8 are inverted by their Neumann product, then joined in pairs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
+        n = a.shape[-1]
+        identity = torch.eye(8)
+        diagonal = torch.stack([a[..., i : i + 8, i : i + 8] for i in range(0, n, 8)], -3)
+        square = diagonal @ diagonal
+        x = (identity - diagonal) @ (identity + square) @ (identity + square @ square)
+        while (size := x.shape[-1]) < n:
+            below = [a[..., i + size : i + 2 * size, i : i + size] for i in range(0, n, 2 * size)]
+            first, second = x[..., 0::2, :, :], x[..., 1::2, :, :]
+            corner = -(second @ torch.stack(below, -3) @ first)
+            top = torch.cat([first, torch.zeros_like(first)], -1)
+            x = torch.cat([top, torch.cat([corner, second], -1)], -2)
+        x = x.squeeze(-3)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return -(x.mT @ gradient @ x.mT)
+
+
+@torch.autocast("cpu", enabled=False)
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Gated delta rule from an empty state in chunks of 32 (Yang et al., 2024, section 3.3).
+
+    query, key (B, T, G, D), value (B, T, H, V), log decay and beta (B, T, H), T a multiple of 32.
+    """
+    B, T, H, V = value.shape
+    C = 32
+    query, key = (F.normalize(x.float(), dim=-1) for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    query, key = (x.repeat_interleave(H // x.shape[2], 2) for x in (query, key))
+    q, k, v = (
+        x.float().view(B, T // C, C, H, -1).transpose(2, 3) for x in (query, key, value)
+    )  # (B, N, H, C, D)
+    g, beta = (x.float().view(B, T // C, C, H).transpose(2, 3) for x in (g, beta))
+    total = g.cumsum(-1)
+    causal = torch.ones(C, C, dtype=torch.bool).tril()
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~causal, -math.inf).exp()
+    k_beta = k * beta[..., None]
+    inverse = UnitLowerInverse.apply((k_beta @ k.mT * decay).tril(-1))
+    new = inverse @ (v * beta[..., None])
+    read = inverse @ (k_beta * total.exp()[..., None])
+    scores = q @ k.mT * decay
+    q = q * total.exp()[..., None]
+    k = k * (total[..., -1:] - total).exp()[..., None]
+    kept = total[..., -1].exp()[..., None, None]
+    state = torch.zeros(B, H, k.shape[-1], V)
+    outputs = []
+    for n in range(T // C):
+        delta = new[:, n] - read[:, n] @ state
+        outputs.append(q[:, n] @ state + scores[:, n] @ delta)
+        state = state * kept[:, n] + k[:, n].mT @ delta
+    return torch.stack(outputs, 1).transpose(2, 3).reshape(B, T, H, V), None
+
+
+def learning_rate(step: int, done: float, peak: float) -> float:
     """Warm up over 100 steps, then fall on a half cosine to a twentieth of the peak."""
     if step < 100:
         return peak * (step + 1) / 100
-    done = (step - 100) / max(1, steps - 100)
-    return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+    return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
 class Muon(torch.optim.Optimizer):
@@ -249,7 +381,7 @@ class Muon(torch.optim.Optimizer):
                 p.sub_(x, alpha=group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
 
 
-def evaluate(model: Llama, ids: np.ndarray, teacher: Llama | None) -> dict[str, float]:
+def evaluate(model: torch.nn.Module, ids: np.ndarray, teacher: Llama | None) -> dict[str, float]:
     """Return the perplexity on `ids` in windows of 512 and how often the teacher agrees."""
     context = 512
     n = (len(ids) - 1) // context
@@ -279,6 +411,26 @@ def load_trained(folder: Path) -> Llama:
 
 
 @torch.no_grad()
+def take_over(model: Llama | Hybrid, folder: Path, frozen: bool) -> int:
+    """Start from the tensors of an earlier run that fit by name and shape; return their sizes' sum.
+
+    The norms of a hybrid scale with 1 + weight.
+    """
+    state = load_file(folder / "model.safetensors")
+    earlier = json.loads((folder / "config.json").read_text())["model_type"]
+    offset = (model.config["model_type"] == "qwen3_5_text") - (earlier == "qwen3_5_text")
+    taken = 0
+    for name, p in model.named_parameters():
+        tensor = state.get(f"model.{name}")
+        if tensor is not None and tensor.shape == p.shape:
+            is_offset = "norm" in name and "linear_attn" not in name
+            p.copy_(tensor.float() - (offset if is_offset else 0))
+            p.requires_grad_(not frozen or p.ndim == 1)
+            taken += p.numel()
+    return taken
+
+
+@torch.no_grad()
 def continue_greedily(teacher: Llama, prompts: torch.Tensor, length: int) -> torch.Tensor:
     """Return prompts (B, T) with the tokens that the teacher finds likeliest behind them."""
     G, D = (teacher.config[k] for k in ("num_key_value_heads", "head_dim"))
@@ -290,14 +442,17 @@ def continue_greedily(teacher: Llama, prompts: torch.Tensor, length: int) -> tor
     return ids
 
 
-def export(model: Llama, tokenizer: Tokenizer, held_out: str, record: dict, out: Path) -> None:
-    """Write an ordinary Hugging Face folder; a draft's tokenizer and text are the teacher's."""
+def export(
+    model: Llama | Hybrid, tokenizer: Tokenizer, held_out: str, record: dict, out: Path
+) -> None:
+    """Write an ordinary Hugging Face folder; the tokenizer is the teacher's, if there is one."""
     out.mkdir(parents=True, exist_ok=True)
     state = {f"model.{k}": v.detach().half().contiguous() for k, v in model.named_parameters()}
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
     if "teacher" not in record:
         tokenizer.save(str(out / "tokenizer.json"))
+    if not record.get("windows_continued_by_teacher"):
         (out / "eval.txt").write_text(held_out, encoding="utf-8")
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
@@ -358,14 +513,24 @@ def train(arguments: argparse.Namespace) -> None:
         f"{len(tokens):,} tokens, held out {len(eval_ids):,} tokens, sha256 {digest[:16]}"
     )
 
-    model = load_trained(arguments.start) if arguments.start else Llama(SIZES[arguments.size])
+    config = CONFIGS[arguments.architecture, arguments.size]
+    kind = Hybrid if arguments.architecture == "qwen3_5" else Llama
+    model = kind(config)
+    if arguments.start:
+        taken = take_over(model, arguments.start, arguments.frozen)
+        print(f"{taken:,} parameters start from {arguments.start}")
+    print(f"{sum(p.numel() for _, p in model.named_parameters()):,} parameters")
     earlier = json.loads((arguments.start / "training.json").read_text()) if arguments.start else {}
     forward = torch.compile(model) if arguments.compile else model
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for n, p in trained if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in trained if p.ndim != 2 or "embed" in n]
     optimizers = [
-        (Muon(matrices, 0.0), 0.02),
-        (torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True), 3e-3),
+        (Muon(matrices, 0.0), 0.02 * arguments.rate),
+        (
+            torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+            3e-3 * arguments.rate,
+        ),
     ]
     started, seen = time.time(), 0
     windows = Windows(tokens, rng)
@@ -373,16 +538,24 @@ def train(arguments: argparse.Namespace) -> None:
         windows.add_continued(teacher, arguments.continued)
     last = arguments.stop or arguments.steps
     for step in range(last):
+        done = (step - 100) / max(1, arguments.steps - 100)
+        if arguments.minutes:
+            done = max(done, (time.time() - started) / (60 * arguments.minutes))
         for optimizer, peak in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, arguments.steps, peak)
+                group["lr"] = learning_rate(step, done, peak)
         # Short windows are cheaper; the last quarter sees the full context.
-        short = step < 0.75 * arguments.steps or arguments.continued
+        short = done < 0.75 or arguments.continued
         T = BASE["max_position_embeddings"] // (2 if short else 1)
         window = windows.step(arguments.tokens_per_step // T, T + 1)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = forward(window[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
+            if arguments.soft:
+                with torch.no_grad():
+                    wanted = teacher(window[:, :-1]).float().softmax(-1).flatten(0, 1)
+        if not arguments.soft:
+            wanted = window[:, 1:].flatten()
+        loss = F.cross_entropy(logits.float().flatten(0, 1), wanted)
         model.zero_grad()
         loss.backward()
         for optimizer, _ in optimizers:
@@ -391,7 +564,8 @@ def train(arguments: argparse.Namespace) -> None:
         if step % 50 == 0:
             rate = seen / (time.time() - started)
             print(f"step {step:5d}  loss {loss.item():.3f}  {rate:,.0f} tokens/s", flush=True)
-        if step % 250 == 249 or step == last - 1:
+        ended = step == last - 1 or (arguments.minutes and done >= 1)
+        if step % 250 == 249 or ended:
             found = evaluate(model, eval_ids, teacher)
             print(f"step {step:5d}  {found}", flush=True)
             record = {
@@ -401,33 +575,49 @@ def train(arguments: argparse.Namespace) -> None:
                 "held_out_modules": list(HELD_OUT),
                 "steps": step + 1,
                 "planned_steps": arguments.steps,
+                **({"planned_minutes": arguments.minutes} if arguments.minutes else {}),
+                **({"start": arguments.start.name, "parameters_started": taken} if earlier else {}),
                 **({"steps_before": earlier["steps"]} if earlier else {}),
                 "tokens_per_step": arguments.tokens_per_step,
+                **({"learning_rate_factor": arguments.rate} if arguments.rate != 1 else {}),
+                "parameters": sum(p.numel() for _, p in model.named_parameters()),
+                "last_loss": round(loss.item(), 3),
                 **found,
                 **({"teacher": arguments.teacher.name} if arguments.teacher else {}),
                 **({"windows_continued_by_teacher": arguments.continued} if teacher else {}),
+                **({"frozen": arguments.frozen, "soft": arguments.soft} if earlier else {}),
                 "torch": torch.__version__,
                 "threads": arguments.threads,
                 "machine": platform.machine(),
                 "seed": seed,
             }
             export(model, tokenizer, held_out, record, arguments.out)
+        if ended:
+            break
     print("wrote", *(f"{p.name} {os.path.getsize(p):,}" for p in sorted(arguments.out.iterdir())))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--size", choices=sorted(SIZES), default="base")
+    parser.add_argument("--architecture", choices=["llama", "qwen3_5"], default="llama")
+    parser.add_argument("--size", choices=["base", "draft"], default="base")
     parser.add_argument("--teacher", type=Path, help="folder of the model that it is a draft of")
     parser.add_argument("--start", type=Path, help="folder of an earlier run to resume from")
+    parser.add_argument("--frozen", action="store_true", help="keep the matrices of --start")
+    parser.add_argument("--soft", action="store_true", help="learn the teacher's probabilities")
     parser.add_argument("--continued", type=int, default=0, help="windows the teacher continues")
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--stop", type=int, help="end after N steps")
+    parser.add_argument("--minutes", type=float, help="plan the learning rate for this time")
     parser.add_argument("--tokens-per-step", type=int, default=6144)
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of the learning rates")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action="store_true", help="a quarter faster; needs a compiler")
-    train(parser.parse_args())
+    arguments = parser.parse_args()
+    if (arguments.architecture, arguments.size) not in CONFIGS:
+        parser.error(f"no configuration of size {arguments.size} for {arguments.architecture}")
+    train(arguments)
 
 
 if __name__ == "__main__":

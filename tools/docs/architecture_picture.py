@@ -74,7 +74,7 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
         "nbflow_kernels: formats and toolkits",
         (
             ("quantizers", "weights to formats:", "reference, GPTQ, ..."),
-            ("formats", "bytes of weights,", "CPU and MMA layout"),
+            ("formats", "bytes of weights;", "state_format"),
             ("cpu", "thread pool, graph,", "SIMD · compilation"),
             ("cuda", "driver, launches,", "caches"),
             ("testing", "checks, tolerances;", "benchmarks, rooflines"),

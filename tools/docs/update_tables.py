@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT / "tools" / name) for name in ("docs", "measure")]  # f
 from board_table import board_table  # noqa: E402
 from device_budgets import budgets  # noqa: E402
 from experiment_tables import TABLES as EXPERIMENTS  # noqa: E402
+from experiment_tables import figure  # noqa: E402
 from gain_tables import drift, gain  # noqa: E402
 from gemv_table import gemv  # noqa: E402
 from kv_rotation_table import kv_rotation  # noqa: E402
@@ -31,6 +32,7 @@ from memory_tables import TABLES as MEMORY  # noqa: E402
 from published_rows import latest  # noqa: E402
 from reproduce_tables import published_tables, recorded_runs  # noqa: E402
 from server_tables import TABLES as SERVER  # noqa: E402
+from state_bits_table import state_bits, weight_kind_bits  # noqa: E402
 
 RESULTS = ROOT / "results" / "formats"
 ENGINE = ROOT / "results" / "engine" / "intel-xeon-2-cores" / "rows.jsonl"
@@ -281,6 +283,13 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/board.md": {"board": board_table},
     "docs/reproduce.md": {"published": published_tables, "runs": recorded_runs},
     "docs/kvcache.md": {"kv_rotation": kv_rotation},
+    "docs/state_formats.md": {
+        "state_bits": state_bits,
+        "weight kinds": weight_kind_bits,
+        "state_bits figure": partial(
+            figure, "state_bits", "quality", "Divergence by format of weights and states"
+        ),
+    },
 }
 """File -> its markers and their generated content."""
 

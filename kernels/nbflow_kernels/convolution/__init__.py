@@ -20,6 +20,7 @@ from nbflow_kernels.arrays import (
 )
 from nbflow_kernels.convolution import cpu, cuda
 from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.state_format import DTYPES, Q8_0
 
 __all__ = ["causal_conv1d"]
 
@@ -32,7 +33,7 @@ def causal_conv1d(
     x: NDArray[np.float32],
     weight: NDArray[np.float32],
     bias: NDArray[np.float32] | None,
-    state: NDArray[np.float32],
+    state: NDArray[Any],
     indptr: NDArray[np.int32],
     state_indices: NDArray[np.int32],
     activation: str | None = None,
@@ -119,7 +120,7 @@ def causal_conv1d(
         raise UsageError(f"weight must have shape (C, K) with K 2..{MAX_WIDTH}, got {weight.shape}")
     if bias is not None:
         check_array("bias", bias, (C,))
-    check_array("state", state, (None, C, K - 1))
+    check_array("state", state, (None, C, K - 1), DTYPES[:Q8_0])
     check_sequences(indptr, state_indices, T, len(state))
     if activation is not None and activation not in ACTIVATIONS:
         raise unknown_name("activation", activation, ACTIVATIONS)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.op_case import OpCase
+from nbflow_kernels.state_format import decode_state, encode_state
 
 _HALF_UNIT = 2.0**-24  # rounding of one float32 operation, relative
 
@@ -20,6 +21,7 @@ def _case(
     bias: bool = False,
     activation: str | None = None,
     padding: int = 0,
+    dtype: str = "float32",
     timed: bool = False,
 ) -> OpCase:
     """Return a case; rows of x are the middle of a matrix that is `padding` columns wider."""
@@ -31,7 +33,7 @@ def _case(
             "x": wide[:, padding // 2 : padding // 2 + C],
             "weight": rng.uniform(-1.0, 1.0, (C, K)).astype(np.float32),
             "bias": rng.uniform(-1.0, 1.0, C).astype(np.float32) if bias else None,
-            "state": rng.uniform(-2.0, 2.0, (B + 2, C, K - 1)).astype(np.float32),
+            "state": encode_state(rng.uniform(-2.0, 2.0, (B + 2, C, K - 1)), dtype),
             "indptr": np.cumsum([0, *lengths], dtype=np.int32),
             "state_indices": rng.permutation(B + 2)[:B].astype(np.int32),
             "activation": activation,
@@ -58,6 +60,7 @@ def _case(
         n_flops=2 * T * C * K,
         out=((T, C), "float32"),
         mutates=("state",),
+        decoded={"state": lambda stored: decode_state(stored, K - 1)},
         timed=timed,
     )
 
@@ -68,6 +71,8 @@ CASES: list[OpCase] = [
     _case("two_taps", [3, 1], 16, 2, bias=True),
     _case("eight_taps", [4, 12, 1], 20, 8),
     _case("one_channel", [6], 1, 4),
+    _case("half", [5, 1], 20, 4, bias=True, dtype="float16"),
+    _case("bfloat16", [2, 0, 5], 16, 3, activation="silu", dtype="uint16"),
     _case("no_rows", [0, 0], 16, 4),
     _case("qwen3_next_decode", [1] * 8, 8192, 4, activation="silu", timed=True),
     _case("qwen3_next_prefill", [512], 8192, 4, activation="silu", timed=True),

@@ -16,9 +16,13 @@ from nbflow_kernels.cpu.simd_memory import (
     read_f32,
     read_i32,
     release,
+    store_f16,
     write_f32,
 )
+from nbflow_kernels.cpu.simd_narrow import store_bf16
 from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
+from nbflow_kernels.state_format import F16, F32, KINDS
+from nbflow_kernels.state_format.cpu import read_number, row_bytes, write_number
 
 _SILU_COST = 16  # multiply-adds per element, for the decision to use more than one thread
 
@@ -31,50 +35,66 @@ def causal_conv1d(x, weight, bias, state, indptr, state_indices, silu, out):
     parallel_for(
         _causal_conv1d, -(-C // 16), x.size * (K + _SILU_COST * silu),
         address_of(x), x.strides[0] if T else 0, address_of(weight),
-        0 if bias is None else address_of(bias), address_of(state), address_of(indptr),
-        address_of(state_indices), address_of(out), out.strides[0] if T else 0,
-        len(state_indices), C, K, silu,
+        0 if bias is None else address_of(bias), address_of(state),
+        KINDS[state.dtype.name], address_of(indptr), address_of(state_indices),
+        address_of(out), out.strides[0] if T else 0, len(state_indices), C, K, silu,
     )  # fmt: skip
 
 
 @jit.device_function
-def _transpose(rows, n_rows, n_columns, to):
-    """Copy up to 16 rows of numbers to columns of 16 numbers at `to`."""
+def _transpose(rows, kind, n_rows, n_columns, to):
+    """Copy up to 16 rows of numbers to columns of 16 float32 at `to`."""
     for row in range(n_rows):
         for column in range(n_columns):
-            write_f32(to + 64 * column + 4 * row, read_f32(rows + 4 * (row * n_columns + column)))
+            at = rows + (row * n_columns + column) * row_bytes(kind, 1)
+            write_f32(to + 64 * column + 4 * row, read_number(at, kind))
+
+
+@jit.device_function(inline="llvm")
+def _rounded(v, kind, narrow):
+    """Return 16 numbers as they are read back from the state."""
+    if kind == F32:
+        return v
+    if kind == F16:
+        store_f16(narrow, v)
+        return simd.load_f16(narrow)
+    store_bf16(narrow, v)
+    return simd.load_bf16(narrow)
 
 
 @jit.device_function
-def _update_state(state, history, x, x_bytes, n_tokens, n_kept, lanes):
+def _update_state(state, kind, history, x, x_bytes, n_tokens, n_kept, lanes, narrow):
     """Write the last `n_kept` inputs of a sequence, of which `n_tokens` are new, to its state."""
     for j in range(n_kept):
         t = n_tokens - n_kept + j
         source = history + 64 * (t + n_kept) if t < 0 else x + t * x_bytes
         for lane in range(lanes):
-            write_f32(state + 4 * (lane * n_kept + j), read_f32(source + 4 * lane))
+            at = state + (lane * n_kept + j) * row_bytes(kind, 1)
+            write_number(at, kind, read_f32(source + 4 * lane), narrow)
 
 
 @jit.kernel
 def _causal_conv1d(
-    x, x_bytes, weight, bias, state, indptr, state_indices, out, out_bytes, B, C, K, silu,
+    x, x_bytes, weight, bias, state, kind, indptr, state_indices, out, out_bytes, B, C, K, silu,
     start, stop
 ):  # fmt: skip
     """Convolve groups [start, stop) of 16 channels of all sequences."""
-    taps = allocate(128 * K)
+    taps = allocate(128 * K + 64)
     history = taps + 64 * K
+    narrow = history + 64 * K
     for group in range(start, stop):
         first = 16 * group
         lanes = min(C - first, 16)
-        _transpose(weight + 4 * first * K, lanes, K, taps)
+        _transpose(weight + 4 * first * K, F32, lanes, K, taps)
         shift = simd.splat(0.0) if bias == 0 else load_up_to(bias + 4 * first, lanes)
         for b in range(B):
             begin = read_i32(indptr + 4 * b)
             n_tokens = read_i32(indptr + 4 * b + 4) - begin
             if n_tokens <= 0:
                 continue
-            kept = state + 4 * (read_i32(state_indices + 4 * b) * C + first) * (K - 1)
-            _transpose(kept, lanes, K - 1, history)
+            at = (read_i32(state_indices + 4 * b) * C + first) * (K - 1)
+            kept = state + at * row_bytes(kind, 1)
+            _transpose(kept, kind, lanes, K - 1, history)
             x_at = x + begin * x_bytes + 4 * first
             out_at = out + begin * out_bytes + 4 * first
             for t in range(n_tokens):
@@ -82,9 +102,12 @@ def _causal_conv1d(
                 for j in range(K):
                     i = t + j - (K - 1)
                     source = history + 64 * (t + j) if i < 0 else x_at + i * x_bytes
-                    y = simd.fma(load_up_to(source, lanes), simd.load_f32(taps + 64 * j), y)
+                    v = load_up_to(source, lanes)
+                    if j < K - 1:  # in a call of its own the input would come from the state
+                        v = _rounded(v, kind, narrow)
+                    y = simd.fma(v, simd.load_f32(taps + 64 * j), y)
                 if silu:
                     y = times_logistic(y, 1.0, 0.0)
                 store_up_to(out_at + t * out_bytes, lanes, y)
-            _update_state(kept, history, x_at, x_bytes, n_tokens, K - 1, lanes)
+            _update_state(kept, kind, history, x_at, x_bytes, n_tokens, K - 1, lanes, narrow)
     release(taps)

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow_kernels.state_format import decode_state, encode_state, round_state
+
 
 def causal_conv1d(
     x: Any,
@@ -24,10 +26,13 @@ def causal_conv1d(
         begin, end = indptr[b], indptr[b + 1]
         if begin == end:
             continue
-        inputs = np.concatenate([state[s].T, x[begin:end]])
+        before = decode_state(state[s], len(taps) - 1).T.astype(np.float64)
+        kept = round_state(np.asarray(x[begin:end], np.float64), state.dtype)
+        inputs = np.concatenate([before, kept])
         for t in range(end - begin):
-            out[begin + t] = (inputs[t : t + len(taps)] * taps).sum(0)
-        state[s] = inputs[end - begin :].T
+            out[begin + t] = (inputs[t : t + len(taps) - 1] * taps[:-1]).sum(0)
+            out[begin + t] += x[begin + t] * taps[-1]
+        state[s] = encode_state(inputs[end - begin :].T, state.dtype)
     if bias is not None:
         out += bias
     return out / (1.0 + np.exp(-out)) if activation == "silu" else out

@@ -21,8 +21,8 @@ from nbflow_kernels.arrays import (
     overlap,
 )
 from nbflow_kernels.delta_rule import cpu, cuda
-from nbflow_kernels.delta_rule.state import DTYPES
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.state_format import check_state
 
 __all__ = ["gated_delta_rule"]
 
@@ -63,9 +63,10 @@ def gated_delta_rule(
         rows.
     beta : array of float32, shape (T, Hv)
         Share of the correction, 0 to 1 (2 with negative eigenvalues).
-    state : array of float32, float16 or uint16 (bits of bfloat16), shape (N, Hv, Dk, Dv)
-        State of each sequence, updated in place; zeros for a sequence that begins.  The arithmetic
-        is float32: 16-bit states are rounded at the end of the call.
+    state : array of float32, float16, uint16 or uint8, shape (N, Hv, Dk, Dv)
+        State of each sequence, updated in place; zeros for a sequence that begins.  uint16 holds
+        the bits of bfloat16, uint8 the rows of q8_0, ``Dv + 2 * ceil(Dv / 32)`` bytes each (see
+        `nbflow_kernels.state_format`).  The arithmetic is float32.
     indptr : array of int32, shape (B + 1,)
         Sequence b has tokens ``indptr[b]`` to ``indptr[b + 1]``, maybe none: then its state stays.
     state_indices : array of int32, shape (B,)
@@ -110,12 +111,14 @@ def gated_delta_rule(
     - never on other sequences of the batch, heads or threads;
     - on its division into calls only where a call begins or ends within such 8 tokens.  A prompt
       in pieces that end at multiples of 8 has the bits of one call;
-    - not at all with ``chunked=False`` and a float32 state.
+    - not at all with ``chunked=False``.
 
-    A 16-bit state is rounded at the end of each call, so that its bits depend on the division.
+    A state in another format than float32 is rounded after each 8 tokens of the chunked form and
+    after each other token: at the same positions for every division that leaves the bits alone.
 
-    On a device all tokens are steps; `indptr`, `state_indices` and `start_positions` are not
-    checked there, and a sequence with an index outside `state` gives NaN.
+    On a device all tokens are steps, with the roundings of the chunked form; `indptr`,
+    `state_indices` and `start_positions` are not checked there, and a sequence with an index
+    outside `state` gives NaN.
 
     References
     ----------
@@ -171,7 +174,7 @@ def _check_shapes(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> None
         )
     check_array("g", g, (T, Hv, Dk) if getattr(g, "ndim", 2) == 3 else (T, Hv), rows=True)
     check_array("beta", beta, (T, Hv), rows=True)
-    check_array("state", state, (None, Hv, Dk, Dv), DTYPES)
+    check_state(state, (None, Hv, Dk, Dv))
 
 
 def _check_positions(start_positions: Any, B: int) -> None:

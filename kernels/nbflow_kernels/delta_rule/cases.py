@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.delta_rule.state import to_state
 from nbflow_kernels.op_case import OpCase
+from nbflow_kernels.state_format import decode_state, encode_state, rounding_of
 
 _HALF_UNIT = 2.0**-24  # rounding of one float32 operation, relative
-_ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "uint16": 2.0**-8}
-"""Relative error of a state that is rounded to a dtype."""
 
 
 def _tolerance(Dk: int, length: int, dtype: str) -> tuple[float, float, str]:
@@ -25,10 +23,10 @@ def _tolerance(Dk: int, length: int, dtype: str) -> tuple[float, float, str]:
     """
     atol = 2.0 * math.sqrt(Dk * min(max(length, 1), 8)) * _HALF_UNIT
     reason = "random walk of Dk additions in each of 8 tokens, 2**-24 of partial sums below 2"
-    rounding = _ROUNDING[dtype]
-    if rounding:
+    rtol, unit = rounding_of(dtype, 2.0)
+    if rtol:
         # float64 and float32 may round a state number to either neighbour
-        return 2.0 * rounding, atol, f"{reason}; the state's number rounded to either neighbour"
+        return rtol, atol + unit, f"{reason}; the state's number rounded to either neighbour"
     return 0.0, atol, reason
 
 
@@ -70,7 +68,7 @@ def _case(
             "q": q, "k": k, "v": v,
             "g": (strongest * rng.uniform(-1.0, 0.0, decays)).astype(np.float32),
             "beta": rng.uniform(0.0, 1.0, (T, Hv)).astype(np.float32),
-            "state": to_state(state, dtype),
+            "state": encode_state(state, dtype),
             "indptr": np.cumsum([0, *lengths], dtype=np.int32),
             "state_indices": rng.permutation(B + 1)[:B].astype(np.int32),
             "normalize_qk": normalize_qk, **positions, **options,
@@ -78,7 +76,7 @@ def _case(
 
     rtol, atol, reason = _tolerance(Dk, max(lengths, default=0), dtype)
     atol *= options.get("scale", 1.0)
-    itemsize = np.dtype(dtype).itemsize
+    n_stored = encode_state(np.zeros((Hv, Dk, Dv), np.float32), dtype).nbytes
     n_inputs = T * (2 * Hk * Dk + 2 * Hv * Dv + Hv * (1 + (Dk if per_channel else 1)))
     return OpCase(
         op="gated_delta_rule",
@@ -87,10 +85,11 @@ def _case(
         rtol=rtol,
         atol=atol,
         reason=reason,
-        n_bytes=4 * n_inputs + 2 * itemsize * Hv * Dk * Dv * sum(n > 0 for n in lengths),
+        n_bytes=4 * n_inputs + 2 * n_stored * sum(n > 0 for n in lengths),
         n_flops=7 * T * Hv * Dk * Dv,  # a product for the decay, three multiply-adds
         out=((T, Hv, Dv), "float32"),
         mutates=("state",),
+        decoded={"state": lambda stored: decode_state(stored, Dv)},
         timed=timed,
     )
 
@@ -108,10 +107,13 @@ CASES: list[OpCase] = [
     _case("decode", [1, 1, 1], (2, 4), (32, 64)),
     _case("half", [17, 1], (1, 2), (20, 24), dtype="float16"),
     _case("bfloat16", [3, 1], (1, 1), (8, 20), dtype="uint16"),
+    _case("q8_0", [9, 1], (1, 2), (20, 72), dtype="uint8"),
+    _case("q8_0_steps", [3, 0, 1], (1, 1), (16, 33), dtype="uint8", chunked=False),
     _case("no_tokens", [0, 0], (1, 1), (16, 16)),
     _case("qwen3_next_decode", [1], **QWEN3_NEXT, timed=True),
     _case("qwen3_next_decode_8", [1] * 8, **QWEN3_NEXT, timed=True),
     _case("qwen3_next_decode_8_half", [1] * 8, **QWEN3_NEXT, dtype="float16", timed=True),
+    _case("qwen3_next_decode_8_q8_0", [1] * 8, **QWEN3_NEXT, dtype="uint8", timed=True),
     _case("qwen3_next_prefill", [256], **QWEN3_NEXT, timed=True),
     _case("qwen3_next_prefill_steps", [256], **QWEN3_NEXT, timed=True, chunked=False),
     _case("kimi_linear_decode_8", [1] * 8, **KIMI_LINEAR, timed=True),

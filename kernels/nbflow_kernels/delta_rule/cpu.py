@@ -19,8 +19,10 @@ state and token; with n = 1 (`_step`) they are four operations, and the state is
 for each token.  The `n^2` dot products of L and A are small for n = 8, and the columns of the
 state are independent but for them: threads divide heads and columns, which leaves all bits alone.
 
-A single token works in the caller's state (`direct`).  For more tokens, other dtypes and ragged
-sizes the columns are copied: strips of 16, the rows of a strip contiguous.
+A single token works in the caller's state (`direct`).  For more tokens, other formats and ragged
+sizes the columns are copied: strips of 16, the rows of a strip contiguous.  Another format than
+float32 is rounded to after each chunk and each step, so that the roundings, too, do not depend on
+the division into calls.
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ from nbflow_kernels.cpu.simd_memory import (
     store_first,
     write_f32,
 )
+from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
 from nbflow_kernels.delta_rule.cpu_state import copy_from_strips, copy_to_strips
-from nbflow_kernels.delta_rule.state import F32, KINDS
+from nbflow_kernels.state_format import F32, KINDS
+from nbflow_kernels.state_format.cpu import load, row_bytes, store
 
 CHUNK = 8
 """Tokens of the chunked form: with 16, its triangular part costs more than the loads it saves."""
@@ -243,6 +247,41 @@ def _step(
             register_tiles.store_strided(at, row_bytes, rows)
 
 
+@jit.device_function
+def _narrow_step(
+    stored, kind, Dk, Dv, column, end, vectors, key, decay, upper, beta, v, out, strip, narrow
+):  # fmt: skip
+    """Compute one token for 32 columns of a state that is not float32, and round them.
+
+    The operations are those of `_step`; `strip` has room for the columns in float32.
+    """
+    n_bytes, row_size, lanes = -(-Dk // 16) * 64, row_bytes(kind, Dv), end - column
+    k0 = k1 = q0 = q1 = second = simd.splat(0.0)
+    for i in range(Dk):
+        row = stored + i * row_size
+        first = load(row, kind, column, end, narrow)
+        if lanes > 16:
+            second = load(row, kind, column + 16, end, narrow)
+        simd.store_f32(strip + 128 * i, first)
+        simd.store_f32(strip + 128 * i + 64, second)
+        c_k = simd.splat(read_f32(vectors + 4 * i))
+        c_q = simd.splat(read_f32(vectors + n_bytes + 4 * i))
+        k0, k1 = simd.fma(first, c_k, k0), simd.fma(second, c_k, k1)
+        q0, q1 = simd.fma(first, c_q, q0), simd.fma(second, c_q, q1)
+    factor, with_key = simd.splat(read_f32(beta)), simd.splat(read_f32(upper))
+    u0 = simd.mul(simd.sub(load_up_to(v, lanes), k0), factor)
+    store_up_to(out, lanes, simd.fma(with_key, u0, q0))
+    u1 = simd.splat(0.0)
+    if lanes > 16:
+        u1 = simd.mul(simd.sub(load_up_to(v + 64, lanes - 16), k1), factor)
+        store_up_to(out + 64, lanes - 16, simd.fma(with_key, u1, q1))
+    for i in range(Dk):
+        a, k = simd.splat(read_f32(decay + 4 * i)), simd.splat(read_f32(key + 4 * i))
+        first = simd.fma(u0, k, simd.mul(simd.load_f32(strip + 128 * i), a))
+        second = simd.fma(u1, k, simd.mul(simd.load_f32(strip + 128 * i + 64), a))
+        store(stored + i * row_size, kind, column, end, first, second, narrow)
+
+
 @jit.kernel
 def _gated_delta_rule(
     q, q_bytes, k, k_bytes, v, v_bytes, g, g_bytes, per_channel, beta, beta_bytes, state, kind,
@@ -263,7 +302,6 @@ def _gated_delta_rule(
     sums = upper + 4 * CHUNK * CHUNK
     u = sums + 128 * CHUNK
     strips = u + 64 * CHUNK
-    itemsize = 4 if kind == F32 else 2
     factor = np.float32(scale)
     for part in range(start, stop):
         h, first = part // n_parts, part % n_parts * columns
@@ -273,16 +311,15 @@ def _gated_delta_rule(
             begin, end = read_i32(indptr + 4 * b), read_i32(indptr + 4 * b + 4)
             if begin >= end:
                 continue
-            stored = state + itemsize * (
-                (read_i32(state_indices + 4 * b) * Hv + h) * Dk * Dv + first
-            )
+            stored = state + (read_i32(state_indices + 4 * b) * Hv + h) * Dk * row_bytes(kind, Dv)
             direct = (
                 kind == F32 and end - begin == 1 and width % (16 * _GROUPS) == 0 and Dk % 4 == 0
             )
-            S, strip_bytes, row_bytes = stored, 64, 4 * Dv
+            S, strip_bytes, strip_row = stored + 4 * first, 64, 4 * Dv
             if not direct:
-                S, strip_bytes, row_bytes = strips, 16 * n_bytes, 64
-                copy_to_strips(stored, kind, itemsize * Dv, Dk, width, n_strips, strips)
+                S, strip_bytes, strip_row = strips, 16 * n_bytes, 64
+                if kind == F32:
+                    copy_to_strips(stored, kind, Dk, Dv, first, width, n_strips, strips, sums)
             position = 0 if positions == 0 else read_i32(positions + 4 * b)
             t = begin
             while t < end:
@@ -298,24 +335,38 @@ def _gated_delta_rule(
                 beta_at = beta + t * beta_bytes + 4 * h
                 v_at = v + t * v_bytes + 4 * (h * Dv + first)
                 out_at = out + t * out_bytes + 4 * (h * Dv + first)
-                if is_chunk:
-                    for j in range(0, width, 16):
+                if is_chunk and kind != F32:
+                    copy_to_strips(stored, kind, Dk, Dv, first, width, n_strips, strips, sums)
+                for j in range(0, width, 16 if is_chunk else 16 * _GROUPS):
+                    if is_chunk:
                         _chunk(
                             S + j // 16 * strip_bytes, Dk, vectors, keys, decays, lower, upper,
                             beta_at, beta_bytes, v_at + 4 * j, v_bytes, out_at + 4 * j, out_bytes,
                             width - j, sums, u,
                         )  # fmt: skip
-                else:
-                    for j in range(0, width, 16 * _GROUPS):
-                        for i in range(n):
+                        continue
+                    lanes = min(16 * _GROUPS, width - j)
+                    for i in range(n):
+                        pair, key = vectors + 2 * i * n_bytes, keys + i * n_bytes
+                        decay, with_key = decays + i * n_bytes, upper + 4 * (CHUNK + 1) * i
+                        beta_i, v_i = beta_at + i * beta_bytes, v_at + i * v_bytes + 4 * j
+                        out_i = out_at + i * out_bytes + 4 * j
+                        if kind == F32:
                             _step(
-                                S + j // 16 * strip_bytes, strip_bytes, row_bytes, Dk,
-                                vectors + 2 * i * n_bytes, keys + i * n_bytes,
-                                decays + i * n_bytes, upper + 4 * (CHUNK + 1) * i,
-                                beta_at + i * beta_bytes, v_at + i * v_bytes + 4 * j,
-                                out_at + i * out_bytes + 4 * j, width - j, sums, u,
+                                S + j // 16 * strip_bytes, strip_bytes, strip_row, Dk, pair, key,
+                                decay, with_key, beta_i, v_i, out_i, lanes, sums, u,
                             )  # fmt: skip
+                            continue
+                        for c in range(0, lanes, 32):
+                            column = first + j + c
+                            _narrow_step(
+                                stored, kind, Dk, Dv, column, min(column + 32, first + width),
+                                pair, key, decay, with_key, beta_i, v_i + 4 * c, out_i + 4 * c,
+                                strips, sums,
+                            )  # fmt: skip
+                if is_chunk and kind != F32:
+                    copy_from_strips(strips, kind, Dk, Dv, first, width, stored, sums)
                 t += n
-            if not direct:
-                copy_from_strips(strips, kind, itemsize * Dv, Dk, width, stored, sums)
+            if kind == F32 and not direct:
+                copy_from_strips(strips, kind, Dk, Dv, first, width, stored, sums)
     release(vectors)

@@ -6,22 +6,21 @@ import functools
 from typing import Any
 
 from nbflow_kernels import cuda
-from nbflow_kernels.delta_rule.state import KINDS
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.state_format import KINDS, POINTERS
 
 _COLUMNS = 32  # of the state in a thread block
 _MAX_WARPS = 32
-_STATES = ("f32*", "f16*", "bf16*")
 
 
 @functools.cache
 def _kernel(rows: int, kind: int) -> cuda.Kernel:
     return cuda.cpp_kernel(
         __file__, "delta_rule.cu", f"gated_delta_rule<{rows}, {kind}>",
-        f"f32* q, f32* k, f32* v, f32* g, f32* beta, {_STATES[kind]} state, i32* indptr, "
-        "i32* state_indices, f32* out, i32 N, i32 Hk, i32 Hv, i32 Dk, i32 Dv, i64 q_token, "
-        "i64 k_token, i64 v_token, i64 g_token, i64 beta_token, i64 out_token, i32 g_head, "
-        "i32 g_row, f32 scale, i32 normalize",
+        f"f32* q, f32* k, f32* v, f32* g, f32* beta, {POINTERS[kind]} state, i32* indptr, "
+        "i32* state_indices, i32*? positions, f32* out, i32 N, i32 Hk, i32 Hv, i32 Dk, "
+        "i32 Dv, i64 q_token, i64 k_token, i64 v_token, i64 g_token, i64 beta_token, "
+        "i64 out_token, i32 g_head, i32 g_row, f32 scale, i32 normalize, i32 chunked",
     )  # fmt: skip
 
 
@@ -42,9 +41,8 @@ def gated_delta_rule(
 ) -> None:
     """See `nbflow_kernels.gated_delta_rule`.
 
-    Every token is a step, so `start_positions` and `chunked` make no difference.
+    Every token is a step; `start_positions` and `chunked` say where the state is rounded.
     """
-    del start_positions, chunked
     T, Hk, Dk = q.shape
     Hv, Dv = v.shape[1:]
     if not T:
@@ -60,7 +58,7 @@ def gated_delta_rule(
     _kernel(rows, KINDS[state.dtype.name])(
         (cuda.ceil_div(Dv, _COLUMNS), Hv, len(state_indices)), 32 * n_warps,
         (
-            q, k, v, g, beta, state, indptr, state_indices, out, len(state), Hk, Hv, Dk, Dv,
-            *tokens, g_head, g_row, scale, int(normalize_qk),
+            q, k, v, g, beta, state, indptr, state_indices, start_positions, out, len(state), Hk,
+            Hv, Dk, Dv, *tokens, g_head, g_row, scale, int(normalize_qk), int(chunked),
         ),
     )  # fmt: skip

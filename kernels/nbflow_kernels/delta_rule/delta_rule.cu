@@ -1,19 +1,9 @@
 // The gated delta rule, token by token, with the state in registers.
-#include "cuda/block_reduce.cuh"
-#include "cuda/float16.cuh"
-#include "cuda/types.cuh"
+#include "cuda/state_format.cuh"
 
-constexpr int COLUMNS = 32;  // of a thread block's part of the state, one to a lane
+constexpr int COLUMNS = BLOCK;  // of a thread block's part of the state, one to a lane
+constexpr int CHUNK = 8;        // tokens of the chunked form of `delta_rule.cpu`: where the state is rounded
 constexpr float EPS = 1e-6f;
-
-template <int KIND> __device__ inline typename Element<KIND>::Stored stored(float x);
-template <> __device__ inline float stored<F32>(float x) { return x; }
-template <> __device__ inline unsigned short stored<F16>(float x) { return to_f16(x); }
-template <> __device__ inline unsigned short stored<BF16>(float x) {
-  const unsigned bits = __float_as_uint(x);
-  if (x != x) return 0x7fff;
-  return (unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 
 // Products that a warp needs of a query and a key: their lengths' reciprocals and q . k.
 struct Products {
@@ -40,12 +30,13 @@ __device__ inline Products multiply(const float* q, const float* k, int Dk, bool
 // key and query are added over the warps together.  g_head is the distance of a head's decays, g_row that of a row's.
 template <int ROWS, int KIND>
 __global__ void gated_delta_rule(const float* q, const float* k, const float* v, const float* g,
-                                 const float* beta, typename Element<KIND>::Stored* state,
-                                 const int* indptr, const int* state_indices, float* out, int N,
+                                 const float* beta, typename StateElement<KIND>::Stored* state,
+                                 const int* indptr, const int* state_indices,
+                                 const int* positions, float* out, int N,
                                  int Hk, int Hv, int Dk, int Dv, long long q_token,
                                  long long k_token, long long v_token, long long g_token,
                                  long long beta_token, long long out_token, int g_head, int g_row,
-                                 float scale, int normalize) {
+                                 float scale, int normalize, int chunked) {
   __shared__ float partial[2][32][COLUMNS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = blockDim.x / 32;
   const int column = blockIdx.x * COLUMNS + lane, h = blockIdx.y, b = blockIdx.z;
@@ -60,14 +51,22 @@ __global__ void gated_delta_rule(const float* q, const float* k, const float* v,
   }
   q += (long long)(h / (Hv / Hk)) * Dk, k += (long long)(h / (Hv / Hk)) * Dk;
   g += (long long)h * g_head, beta += h;
-  state += ((long long)index * Hv + h) * Dk * Dv + column;
+  const long long row_bytes = state_row_bytes<KIND>(Dv);
+  char* rows = (char*)state + ((long long)index * Hv + h) * Dk * row_bytes;
+  const int position = positions != nullptr ? positions[b] : 0;
   const int first = warp * ROWS;
   float S[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
-    S[r] = inside && first + r < Dk ? Element<KIND>::of(state[(long long)(first + r) * Dv]) : 0.0f;
+    S[r] = load_state<KIND>(rows + (first + r) * row_bytes, column, inside && first + r < Dk);
   for (int t = begin; t < end; t++) {
     const float *qt = q + t * q_token, *kt = k + t * k_token, *gt = g + t * g_token;
+    const int start = t - (position + t - begin) % CHUNK;
+    const bool is_chunk = chunked && start >= begin && start + CHUNK <= end;
+    if (KIND != F32 && t > begin && (t == start || !is_chunk)) {
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) S[r] = round_state<KIND, 32>(S[r]);
+    }
     const Products found = multiply(qt, kt, Dk, normalize);
     const float q_factor = found.of_q * scale;
     float with_k = 0.0f, with_q = 0.0f;
@@ -95,5 +94,5 @@ __global__ void gated_delta_rule(const float* q, const float* k, const float* v,
   }
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
-    if (inside && first + r < Dk) state[(long long)(first + r) * Dv] = stored<KIND>(S[r]);
+    store_state<KIND, 32>(rows + (first + r) * row_bytes, column, inside && first + r < Dk, S[r]);
 }

@@ -20,6 +20,7 @@ from nbflow_kernels.arrays import (
 )
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.linear_attention import cpu, cuda
+from nbflow_kernels.state_format import check_state
 from nbflow_kernels.state_space.decays import check_log_decays
 
 __all__ = ["lightning_attention"]
@@ -30,7 +31,7 @@ def lightning_attention(
     k: NDArray[np.float32],
     v: NDArray[np.float32],
     slopes: NDArray[np.float32],
-    state: NDArray[np.float32],
+    state: NDArray[Any],
     indptr: NDArray[np.int32],
     state_indices: NDArray[np.int32],
     *,
@@ -52,8 +53,9 @@ def lightning_attention(
         device runs there.
     slopes : array of float32, shape (H,)
         Decay of each head, positive or 0.
-    state : array of float32, shape (S, H, D, D)
-        Pool of states, keys by values, updated in place.
+    state : array of float32, float16, uint16 or uint8, shape (S, H, D, D)
+        Pool of states, keys by values, updated in place: float32, float16, bfloat16 or rows of
+        q8_0, see `nbflow_kernels.state_format`.
     indptr : array of int32, shape (B + 1,)
         First row of each sequence, and T.
     state_indices : array of int32, shape (B,)
@@ -74,7 +76,7 @@ def lightning_attention(
         If a shape does not fit, `indptr` does not divide the T rows, indices are outside the pool
         or repeated, a slope is negative, or `out` overlaps an input.
     TypeError
-        If an array has another dtype; states are float32.
+        If an array has another dtype.
 
     Notes
     -----
@@ -103,7 +105,7 @@ def lightning_attention(
     for name, array in (("k", k), ("v", v)):
         check_array(name, array, (T, H, D), rows=True)
     check_array("slopes", slopes, (H,))
-    check_array("state", state, (None, H, D, D))
+    check_state(state, (None, H, D, D))
     check_together(
         q=q, k=k, v=v, slopes=slopes, state=state, indptr=indptr, state_indices=state_indices
     )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 
 from nbflow_kernels import cuda
+from nbflow_kernels.state_format import KINDS, POINTERS
 
 _WARPS = 8
 
 
 @functools.cache
-def _instance(keys: int) -> cuda.Kernel:
+def _instance(keys: int, kind: int) -> cuda.Kernel:
     return cuda.cpp_kernel(
-        __file__, "lightning.cu", f"lightning<{keys}>",
-        "f32* q, f32* k, f32* v, f32* slopes, f32* state, i32* indptr, i32* indices, f32* out, "
+        __file__, "lightning.cu", f"lightning<{keys}, {kind}>",
+        f"f32* q, f32* k, f32* v, f32* slopes, {POINTERS[kind]} state, i32* indptr, "
+        "i32* indices, f32* out, "
         "i64 q_row, i64 k_row, i64 v_row, i64 out_row, i32 H, i32 D, i32 n_blocks, f32 scale",
     )  # fmt: skip
 
@@ -29,4 +31,4 @@ def lightning_attention(q, k, v, slopes, state, indptr, state_indices, scale, ou
     args = (
         q, k, v, slopes, state, indptr, state_indices, out, *strides, H, D, n_blocks, scale
     )  # fmt: skip
-    _instance(keys)(n_sequences * H * n_blocks, 32 * _WARPS, args)
+    _instance(keys, KINDS[state.dtype.name])(n_sequences * H * n_blocks, 32 * _WARPS, args)

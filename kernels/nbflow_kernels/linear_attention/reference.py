@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow_kernels.state_format import decode_state, encode_state, round_state
+from nbflow_kernels.state_space.reference import is_rounded_before
+
 
 def lightning_attention(
     q: Any,
@@ -24,9 +27,13 @@ def lightning_attention(
     decay = np.exp(-np.asarray(slopes, np.float64))[:, None, None]
     y = np.zeros(queries.shape)
     for s, index in enumerate(state_indices):
-        h = np.asarray(state[index], np.float64)  # (H, D of keys, D of values)
+        if indptr[s] == indptr[s + 1]:
+            continue
+        h = decode_state(state[index], q.shape[2]).astype(np.float64)  # (H, keys, values)
         for t in range(indptr[s], indptr[s + 1]):
+            if is_rounded_before(t, indptr[s], indptr[s + 1]):
+                h = round_state(h, state.dtype)
             h = decay * h + keys[t][:, :, None] * values[t][:, None, :]
             y[t] = (1.0 if scale is None else scale) * (queries[t][:, :, None] * h).sum(axis=1)
-        state[index] = h
+        state[index] = encode_state(h, state.dtype)
     return y

@@ -11,6 +11,9 @@ call has of a sequence, and the tokens that remain step by step.  So a prompt cu
 has the bits of the whole prompt; cut elsewhere, its results are rounded differently, within the
 tolerance of the op's cases.  Pieces of fewer than 32 tokens (decoding, verified drafts) have the
 bits of single steps.  On CUDA devices both go step by step.
+
+States in another format than float32 are rounded after each chunk and each step, on every device:
+at the same positions however a prompt is cut, as long as chunks stay chunks.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.arrays import check_array, check_sequences, check_together, is_cuda, output
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.state_format import check_state
 from nbflow_kernels.state_space import cpu, cuda
 from nbflow_kernels.state_space.decays import check_log_decays
 
@@ -34,7 +38,7 @@ def mamba2_scan(
     a: NDArray[np.float32],
     b: NDArray[np.float32],
     c: NDArray[np.float32],
-    state: NDArray[np.float32],
+    state: NDArray[Any],
     indptr: NDArray[np.int32],
     state_indices: NDArray[np.int32],
     *,
@@ -65,8 +69,9 @@ def mamba2_scan(
         Decay rates, negative: ``-exp(A_log)`` of a checkpoint.
     b, c : array of float32, shape (T, G, N)
         Input and output vectors; each of the G groups is shared by H / G heads in a row.
-    state : array of float32, shape (S, H, P, N)
-        Pool of states, updated in place.
+    state : array of float32, float16, uint16 or uint8, shape (S, H, P, N)
+        Pool of states, updated in place: float32, float16, bfloat16 or rows of q8_0, see
+        `nbflow_kernels.state_format`.
     indptr : array of int32, shape (B + 1,)
         First row of each sequence, and T.
     state_indices : array of int32, shape (B,)
@@ -94,7 +99,7 @@ def mamba2_scan(
         If a shape does not fit, G does not divide H, `indptr` does not divide the T rows, indices
         are outside the pool or repeated, `a` is positive, or the limits are not in order.
     TypeError
-        If an array has another dtype; states are float32.
+        If an array has another dtype.
 
     See Also
     --------
@@ -132,7 +137,7 @@ def mamba2_scan(
         raise UsageError(f"b must have a number of groups that divides the {H} heads, got {G}")
     check_array("c", c, (T, G, N), rows=True)
     check_array("dt", dt, (T, H), rows=True)
-    check_array("state", state, (None, H, P, N))
+    check_state(state, (None, H, P, N))
     for name, vector in (("a", a), ("d", d), ("dt_bias", dt_bias)):
         if vector is not None:
             check_array(name, vector, (H,))
@@ -157,7 +162,7 @@ def mamba1_scan(
     a: NDArray[np.float32],
     b: NDArray[np.float32],
     c: NDArray[np.float32],
-    state: NDArray[np.float32],
+    state: NDArray[Any],
     indptr: NDArray[np.int32],
     state_indices: NDArray[np.int32],
     *,
@@ -184,8 +189,8 @@ def mamba1_scan(
         Decay rates, negative: ``-exp(A_log)`` of a checkpoint.
     b, c : array of float32, shape (T, N)
         Input and output vectors, shared by all channels.
-    state : array of float32, shape (S, C, N)
-        Pool of states, updated in place.
+    state : array of float32, float16, uint16 or uint8, shape (S, C, N)
+        Pool of states, updated in place, as in `mamba2_scan`.
     indptr, state_indices
         As in `mamba2_scan`.
     d, dt_bias : array of float32, shape (C,), optional
@@ -206,7 +211,7 @@ def mamba1_scan(
         If a shape does not fit, `indptr` does not divide the T rows, or indices are outside the
         pool or repeated.
     TypeError
-        If an array has another dtype; states are float32.
+        If an array has another dtype.
 
     See Also
     --------
@@ -238,7 +243,7 @@ def mamba1_scan(
     N = b.shape[1]
     check_array("c", c, (T, N), rows=True)
     check_array("a", a, (C, N))
-    check_array("state", state, (None, C, N))
+    check_state(state, (None, C, N))
     for name, vector in (("d", d), ("dt_bias", dt_bias)):
         if vector is not None:
             check_array(name, vector, (C,))

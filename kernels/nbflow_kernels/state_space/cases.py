@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.op_case import OpCase
+from nbflow_kernels.state_format import decode_state, encode_state, rounding_of
 
 # Inputs as in trained models: time steps softplus(N(-1, 1)), about 0.3 and at most 3, and rates in
 # -4..-0.5.  A decay exp(a dt) is off by 2e-7 (exp) + |a dt| * 5e-7 (softplus, product) at most,
@@ -18,6 +19,17 @@ from nbflow_kernels.op_case import OpCase
 # N(0, 1 / N) numbers, of the size of a term; the largest of thousands are twice as far off.
 _ATOL, _RTOL = 6e-6, 2e-6
 _REASON = "7 terms through 7 decays that are off by 1.5e-7 (exp, softplus, product), twice that"
+
+
+def tolerances(rtol: float, atol: float, reason: str, dtype: str) -> tuple[float, float, str]:
+    """Return the tolerances of a case whose states are rounded to a dtype.
+
+    The largest of thousands of N(0, 1) numbers is below 5, and so is the state.
+    """
+    relative, absolute = rounding_of(dtype, 5.0)
+    if not relative:
+        return rtol, atol, reason
+    return rtol + relative, atol + absolute, f"{reason}; a state rounded to either neighbour"
 
 
 def batch(lengths: Sequence[int], n_states: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -38,6 +50,7 @@ def _mamba2_case(
     sizes: tuple[int, int, int, int],
     *,
     plain: bool = False,
+    dtype: str = "float32",
     timed: bool = False,
     **options: Any,
 ) -> OpCase:
@@ -59,7 +72,7 @@ def _mamba2_case(
             "a": -rng.uniform(0.5, 4.0, H).astype(np.float32),
             "b": b.reshape(T, G, N),
             "c": c.reshape(T, G, N),
-            "state": _normal(rng, B + 2, H, P, N),
+            "state": encode_state(_normal(rng, B + 2, H, P, N), dtype),
             **batch(lengths, B + 2, rng),
         }
         if plain:
@@ -68,16 +81,17 @@ def _mamba2_case(
         return {**made, "d": _normal(rng, H), "dt_bias": bias, **options}
 
     return OpCase(
-        "mamba2_scan", name, inputs, _RTOL, _ATOL, _REASON,
+        "mamba2_scan", name, inputs, *tolerances(_RTOL, _ATOL, _REASON, dtype),
         n_bytes=4 * (2 * B * H * P * N + T * (2 * H * P + H + 2 * G * N)),
         n_flops=5 * T * H * P * N, out=((T, H, P), "float32"), mutates=("state",), timed=timed,
-        arithmetic="f32",
+        arithmetic="f32", decoded={"state": lambda stored: decode_state(stored, N)},
     )  # fmt: skip
 
 
 def _mamba1_case(
-    name: str, lengths: Sequence[int], C: int, N: int, *, plain: bool = False, timed: bool = False
-) -> OpCase:
+    name: str, lengths: Sequence[int], C: int, N: int, *, plain: bool = False,
+    dtype: str = "float32", timed: bool = False,
+) -> OpCase:  # fmt: skip
     """Return a case; `plain` leaves out the skip connection, the bias and softplus."""
     T, B = sum(lengths), len(lengths)
 
@@ -91,7 +105,7 @@ def _mamba1_case(
             "a": -rng.uniform(0.5, 4.0, (C, N)).astype(np.float32),
             "b": columns[:, :N],
             "c": columns[:, N:],
-            "state": _normal(rng, B + 2, C, N),
+            "state": encode_state(_normal(rng, B + 2, C, N), dtype),
             **batch(lengths, B + 2, rng),
         }
         if plain:
@@ -99,9 +113,10 @@ def _mamba1_case(
         return {**made, "d": _normal(rng, C), "dt_bias": np.full(C, -1, np.float32)}
 
     return OpCase(
-        "mamba1_scan", name, inputs, _RTOL, _ATOL, _REASON,
+        "mamba1_scan", name, inputs, *tolerances(_RTOL, _ATOL, _REASON, dtype),
         n_bytes=4 * (2 * B * C * N + C * N + T * (3 * C + 2 * N)), n_flops=5 * T * C * N,
         out=((T, C), "float32"), mutates=("state",), timed=timed,
+        decoded={"state": lambda stored: decode_state(stored, N)},
     )  # fmt: skip
 
 
@@ -111,6 +126,9 @@ CASES: list[OpCase] = [
     _mamba2_case("chunks_and_steps", (66, 1, 33), (2, 20, 1, 18)),
     _mamba2_case("whole_chunks", (64,), (2, 32, 2, 16), plain=True),
     _mamba2_case("limits", (5,), (2, 8, 1, 16), dt_limits=(0.2, 0.5)),
+    _mamba2_case("half", (34, 2), (2, 20, 1, 18), dtype="float16"),
+    _mamba2_case("bfloat16", (3, 0, 1), (2, 6, 2, 20), dtype="uint16"),
+    _mamba2_case("q8_0", (33, 2), (2, 8, 1, 40), dtype="uint8"),
     _mamba2_case("no_tokens", (0, 0), (2, 8, 1, 16)),
     _mamba2_case("mamba2_2_7b_decode", (1,), (80, 64, 1, 128), timed=True),
     _mamba2_case("mamba2_2_7b_decode_8", (1,) * 8, (80, 64, 1, 128), timed=True),
@@ -120,6 +138,9 @@ CASES: list[OpCase] = [
     _mamba1_case("ragged", (3, 1, 0, 2), 20, 5),
     _mamba1_case("two_blocks", (7, 1), 32, 16),
     _mamba1_case("plain", (4,), 17, 18, plain=True),
+    _mamba1_case("half", (3, 1), 17, 16, dtype="float16"),
+    _mamba1_case("bfloat16", (2,), 16, 5, dtype="uint16"),
+    _mamba1_case("q8_0", (3, 0, 1), 20, 16, dtype="uint8"),
     _mamba1_case("falcon_mamba_7b_decode", (1,), 8192, 16, timed=True),
     _mamba1_case("falcon_mamba_7b_prefill_256", (256,), 8192, 16, timed=True),
 ]

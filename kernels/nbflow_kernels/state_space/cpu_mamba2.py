@@ -9,8 +9,10 @@ from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_math import keep_nan, softplus
 from nbflow_kernels.cpu.simd_memory import address_of, load_first, read_f32, read_i32, write_f32
 from nbflow_kernels.cpu.simd_row_end import store_up_to
+from nbflow_kernels.state_format import F32, KINDS
+from nbflow_kernels.state_format.cpu import decode_rows, encode_rows, row_bytes
 from nbflow_kernels.state_space import cpu_chunks
-from nbflow_kernels.state_space.cpu_chunks import CHUNK, STATE, TRANSPOSED, WEIGHT
+from nbflow_kernels.state_space.cpu_chunks import CHUNK, LANES, STATE, TRANSPOSED, WEIGHT
 
 LIKE = np.zeros(1, np.float32)
 """Type of the numbers in register tiles, and the value of what is not given."""
@@ -34,7 +36,8 @@ def mamba2_scan(
     parallel_for(
         _scan, B * H, 3.0 * T * H * P * N,
         address_of(x), x.strides[0], address_of(dt), dt.strides[0], address_of(a), *rows,
-        address_of(state), starts, address_of(state_indices), *optional(d), *optional(dt_bias),
+        address_of(state), KINDS[state.dtype.name], starts, address_of(state_indices),
+        *optional(d), *optional(dt_bias),
         bool(dt_softplus), float(dt_limits[0]), float(dt_limits[1]), address_of(scores),
         address_of(out), out.strides[0], B, H, P, G, N, LIKE,
     )  # fmt: skip
@@ -93,13 +96,23 @@ def _chunk_scores(b, b_bytes, c, c_bytes, scores, indptr, B, G, N, like, start, 
 
 @jit.device_function
 def _steps(
-    x, x_bytes, weights, n, log_decay, b, b_bytes, c, c_bytes, state, P, N, skip, out, out_bytes
-):
-    """Compute `n` tokens one after the other, row by row of the state (P, N)."""
+    x, x_bytes, weights, n, log_decay, b, b_bytes, c, c_bytes, state, kind, P, N, skip, scratch,
+    out, out_bytes
+):  # fmt: skip
+    """Compute `n` tokens one after the other, row by row of the state (P, N).
+
+    A row in another format than float32 is copied to scratch memory and rounded after each token.
+    """
     whole, rest = N - N % 16, N % 16
+    narrow = scratch + cpu_chunks.TRANSPOSED
     for p in range(P):
-        row = state + p * N * 4
+        stored = state + p * row_bytes(kind, N)
+        row = stored if kind == F32 else scratch + STATE
         for t in range(n):
+            if kind != F32:
+                if t > 0:
+                    encode_rows(row, kind, 1, N, stored, narrow)
+                decode_rows(stored, kind, 1, N, row, narrow)
             weight = read_f32(weights + 4 * t)
             value = read_f32(x + t * x_bytes + 4 * p)
             decay = cpu_chunks.decay_factor(simd.splat(log_decay * weight))
@@ -118,32 +131,56 @@ def _steps(
                 total = simd.fma(v, load_first(c_at + i, rest, 0.0), total)
             y = simd.fma(simd.splat(skip), simd.splat(value), simd.splat(simd.sum(total)))
             write_f32(out + t * out_bytes + 4 * p, simd.max(y))  # 16 equal lanes
+        if kind != F32:
+            encode_rows(row, kind, 1, N, stored, narrow)
+
+
+@jit.device_function
+def _load_state(like, stored, kind, P, N, scratch, plain):
+    """Copy a state to lanes in scratch memory; `plain` has room for it in float32."""
+    rows, transposed = stored, scratch + TRANSPOSED
+    if kind != F32:
+        rows = plain
+        decode_rows(stored, kind, P, N, plain, transposed)
+    cpu_chunks.rows_to_lanes(like, rows, 4 * N, P, N, LANES, scratch + STATE, transposed)
+
+
+@jit.device_function
+def _store_state(like, stored, kind, P, N, scratch, plain):
+    """Round the lanes of a state to its format."""
+    rows, transposed = stored if kind == F32 else plain, scratch + TRANSPOSED
+    cpu_chunks.lanes_to_rows(like, rows, 4 * N, P, N, LANES, scratch + STATE, transposed)
+    if kind != F32:
+        encode_rows(plain, kind, P, N, stored, transposed)
 
 
 @jit.kernel
 def _scan(
-    x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, state, indptr, indices, d, d_bytes, bias,
-    bias_bytes, use_softplus, low, high, scores, out, out_bytes, B, H, P, G, N, like, start, stop
+    x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, state, kind, indptr, indices, d, d_bytes,
+    bias, bias_bytes, use_softplus, low, high, scores, out, out_bytes, B, H, P, G, N, like,
+    start, stop
 ):  # fmt: skip
     """Compute heads [start, stop) of sequences, counted head by head.
 
     A sequence's tokens go in chunks from its first token on, what remains in steps.
     """
-    scratch = simd_memory.allocate(cpu_chunks.scratch_bytes(P, N))
+    size = cpu_chunks.scratch_bytes(P, N)
+    scratch = simd_memory.allocate(size + (0 if kind == F32 else 4 * P * N))
+    plain = scratch + size
     for row in range(start, stop):
         h, s = row // B, row % B
         t, end = read_i32(indptr + 4 * s), read_i32(indptr + 4 * s + 4)
-        g, state_at = h // (H // G), state + (read_i32(indices + 4 * s) * H + h) * P * N * 4
+        g = h // (H // G)
+        state_at = state + (read_i32(indices + 4 * s) * H + h) * P * row_bytes(kind, N)
         log_decay, skip = read_f32(a + 4 * h), read_f32(d + d_bytes * h)
         shift, weights = read_f32(bias + bias_bytes * h), scratch + WEIGHT
         x_at, y_at = x + 4 * h * P, out + 4 * h * P
         b_at, c_at = b + 4 * g * N, c + 4 * g * N
-        has_chunks = end - t >= CHUNK
-        if has_chunks:
-            cpu_chunks.rows_to_lanes(
-                like, state_at, 4 * N, P, N, cpu_chunks.LANES, scratch + STATE, scratch + TRANSPOSED
-            )
+        is_loaded = False
         while end - t >= CHUNK:
+            if kind != F32 or not is_loaded:
+                _load_state(like, state_at, kind, P, N, scratch, plain)
+                is_loaded = True
             _time_steps(
                 dt + t * dt_bytes + 4 * h, dt_bytes, CHUNK, shift, use_softplus, low, high, weights
             )
@@ -153,10 +190,8 @@ def _scan(
                 np.float32(1.0), skip, scratch, y_at + t * out_bytes, out_bytes,
             )  # fmt: skip
             t += CHUNK
-        if has_chunks:
-            cpu_chunks.lanes_to_rows(
-                like, state_at, 4 * N, P, N, cpu_chunks.LANES, scratch + STATE, scratch + TRANSPOSED
-            )
+            if kind != F32 or end - t < CHUNK:
+                _store_state(like, state_at, kind, P, N, scratch, plain)
         if t < end:
             _time_steps(
                 dt + t * dt_bytes + 4 * h, dt_bytes, end - t, shift, use_softplus, low, high,
@@ -164,7 +199,7 @@ def _scan(
             )  # fmt: skip
             _steps(
                 x_at + t * x_bytes, x_bytes, weights, end - t, log_decay, b_at + t * b_bytes,
-                b_bytes, c_at + t * c_bytes, c_bytes, state_at, P, N, skip, y_at + t * out_bytes,
-                out_bytes,
+                b_bytes, c_at + t * c_bytes, c_bytes, state_at, kind, P, N, skip, scratch,
+                y_at + t * out_bytes, out_bytes,
             )  # fmt: skip
     simd_memory.release(scratch)

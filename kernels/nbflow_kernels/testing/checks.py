@@ -163,9 +163,14 @@ def check(case: OpCase, place: Place | None = None, inputs: Inputs | None = None
     _check_unchanged(case, got["arguments"], inputs)
     worst = _compare(case, "result", got["result"], want["result"])
     for name in case.mutates:
-        found = _compare(case, name, got["arguments"][name], want["arguments"][name])
+        both = (run["arguments"][name] for run in (got, want))
+        found = _compare(case, name, *map(case.decoded.get(name, _as_stored), both))
         worst = max(worst, found)
     return worst
+
+
+def _as_stored(argument: Any) -> Any:
+    return argument
 
 
 def _widened(leaf):

@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         return run_joint(arguments)
     check_not_joint(arguments)
     machine = planned_machine(arguments.machine, arguments.vram, arguments.ranks)
-    model = planned_model(arguments.model, arguments.weights)
+    model = planned_model(arguments.model, arguments.weights).with_state_format(arguments.state)
     setting = RunConfig(
         kv=arguments.kv,
         activations=arguments.activations,

@@ -75,6 +75,7 @@ def _about(served: Any) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "weights": options.weights or "as stored",
         "kv": options.kv,
+        "state": options.state,
         "activations": options.activations,
         "partition": served.model.plan.partition,
         "replicas": served.model.plan.partition.count("/") + 1,

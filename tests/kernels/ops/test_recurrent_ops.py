@@ -176,8 +176,10 @@ def test_wrong_arguments_are_refused(case: str, change: Any, message: str) -> No
 
 def test_other_arguments_are_refused() -> None:
     op, inputs = inputs_of("mamba2_scan-steps")
-    with pytest.raises(TypeError, match="state must have dtype float32, got float16"):
-        op(**inputs | {"state": inputs["state"].astype(np.float16)})
+    with pytest.raises(TypeError, match=r"state must have dtype float32 or .*, got float64"):
+        op(**inputs | {"state": inputs["state"].astype(np.float64)})
+    with pytest.raises(UsageError, match=r"rows of 22 bytes \(20 numbers in q8_0"):
+        op(**inputs | {"state": inputs["state"].astype(np.uint8)})
     x = np.zeros((1, 12), np.float32)
     with pytest.raises(UsageError, match="group_size must divide the 12 columns of x, got 5"):
         nk.gated_rmsnorm(x, x, x[0], group_size=5)

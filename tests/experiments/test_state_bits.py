@@ -1,0 +1,62 @@
+"""The sweep of state bits: its points, and a part of it on the bundled hybrid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import nbflow
+from nbflow_experiments.config.points import make_points
+from nbflow_experiments.config.sweep_file import load_sweep
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
+from nbflow_kernels.errors import UsageError
+
+FILE = Path(__file__).parents[2] / "experiments" / "sweeps" / "state_bits.toml"
+
+
+def test_points() -> None:
+    points = [p.config for p in make_points(load_sweep(FILE))]
+    whole = [p for p in points if "=" not in str(p["weights"])]
+    assert len(points) == len(whole) + 12 == 28
+    assert {p["state"] for p in whole} == {"f32", "f16", "bf16", "q8_0"}
+
+
+def test_a_part(tmp_path: Path) -> None:
+    """Errors are the same on every machine to the rounding of float32, 1e-6 of a logit."""
+    text = (FILE.parents[2] / "tests" / "conftest.py").read_text()
+    (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "part.toml").write_text(
+        """
+        [sweep]
+        measures = ["divergence"]
+        [settings]
+        model = "tiny_python_hybrid"
+        kv = "f32"
+        eval_text = "text.txt"
+        eval_tokens = 256
+        eval_window = 64
+        threads = 1
+        [axes]
+        weights = ["f32", "*.delta.*=q4_0"]
+        state = ["f32", "f16", "bf16", "q8_0"]
+        [[exclude]]
+        weights = "*.delta.*=q4_0"
+        state = ["f16", "bf16", "q8_0"]
+        """
+    )
+    options = SweepOptions(tmp_path / "part.toml", tmp_path / "out")
+    assert run_sweep(options) == 0
+    table = pd.read_csv(tmp_path / "out" / "part" / "points.csv").set_index(["weights", "state"])
+    assert set(table.status) == {"done"}
+    kld = table.kld_mean_nats
+    assert kld["f32", "f32"] < 1e-9
+    assert 1e-9 < kld["f32", "f16"] < kld["f32", "bf16"] / 8  # eight times as fine
+    assert kld["f32", "f16"] < kld["f32", "q8_0"]
+    assert kld["*.delta.*=q4_0", "f32"] > kld["f32", "bf16"]
+
+
+def test_patterns_without_a_matrix_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"pattern '\*.ssm.\*' is for no matrix"):
+        nbflow.load("tiny_python_hybrid", weights="*.ssm.*=q4_0")
