@@ -139,6 +139,13 @@ class LoadOptions(OffloadConfig):
         "channels; queries and outputs of attention are rotated to match.  Formats of floats in "
         "`kv` are not rotated.  See docs/kvcache.md.",
     )  # fmt: skip
+    kv_keys: Literal["post_rope", "pre_rope"] = option(
+        "post_rope", "cached keys: post_rope, or pre_rope, before the rotary embedding",
+        metavar="K",
+        more="pre_rope leaves out the bias of the keys' projection too; attention adds it and "
+        "rotates each key as it reads it.  For models with large key biases and block formats.  "
+        "See docs/kvcache.md.",
+    )  # fmt: skip
     partition: str = option(
         "0",
         "pipeline '0;1', tensor parallel '0&1', hybrid '0&1;2&3', uneven '0:3;1', replicas '0/1'; "

@@ -165,7 +165,7 @@ def partition_ranks(partition: str) -> tuple[int, ...]:
 def choices() -> dict[str, tuple[str, ...]]:
     """Return the accepted values of enumerated settings."""
     known = fields(LoadOptions)
-    names = ("kv_rotation", "activations", "all_reduce", "optimize")
+    names = ("kv_rotation", "kv_keys", "activations", "all_reduce", "optimize")
     return {name: known[name].choices for name in names}
 
 

@@ -63,7 +63,8 @@ _ALL = (
         'format of the weight matrices, a policy file (.toml), or "stored", the formats of the '
         "checkpoint; by default stored for checkpoints in block formats, else f32",
     ),
-    *map(_of_load, ("outliers", "quantizer", "importance", "kv", "kv_rotation", "activations")),
+    *map(_of_load, ("outliers", "quantizer", "importance", "kv", "kv_rotation", "kv_keys")),
+    _of_load("activations"),
     Setting(
         "device",
         "cpu",

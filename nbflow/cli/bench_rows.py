@@ -77,6 +77,7 @@ def make_row(
         "activations": arguments.activations,
         "kv": arguments.kv,
         "kv_rotation": arguments.kv_rotation,
+        "kv_keys": arguments.kv_keys,
         "partition": model.plan.partition,
         "all_reduce": arguments.all_reduce,
         "all_reduce_error": model.all_reduce_error(),

@@ -35,6 +35,7 @@ from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.worker import Worker
 from nbflow.executor.device_memory import DeviceMemory
 from nbflow.executor.trace import TracePrinter
+from nbflow.kv_cache.key_form import with_key_form
 from nbflow.kv_cache.rotation import with_rotation
 from nbflow.option_fields import documents
 from nbflow.options import LoadOptions
@@ -105,6 +106,7 @@ def load(
     prepared = _prepare(resolved, the_spec, formats, given)
     stored_spec, the_spec = the_spec, prepared.spec
     the_spec = with_rotation(the_spec, given.kv_rotation, given.kv)
+    the_spec = with_key_form(the_spec, given.kv_keys)
     status.progress("MPI")
     comm = comm or world()
     _check_plugins(comm)

@@ -29,7 +29,7 @@ from nbflow.program.records import COMMUNICATION, Op, state_key
 from nbflow.utils.rank_status import WAITING, WORKING, status
 from nbflow_kernels import op_registry
 from nbflow_kernels.activation.xielu import xielu_numbers
-from nbflow_kernels.attention.plan_layout import SINKS
+from nbflow_kernels.attention.plan_layout import KEY_BIAS, SINKS
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.graph import GraphNode
 from nbflow_kernels.cpu.parallel_for import capture
@@ -279,7 +279,8 @@ class Binder:
         kernels = self._kernels("position")
         rope, first = op.attrs["rope"], op.attrs.get("first", 0)
         head = op.attrs.get("head", self._spec.cached_dim)
-        q, k = (self._heads(name, head)[..., first:] for name in op.inputs)
+        q, *keys = (self._heads(name, head)[..., first:] for name in op.inputs)
+        k = keys[0] if keys else q[:, :0]  # keys may be rotated as attention reads them
         return self._captured(
             op, kernels.apply_rope_with_cos_sin_cache_inplace, self.arrays.rope_rows, q, k,
             self.executor.rope_table(rope), rope.style == "half",
@@ -332,9 +333,11 @@ class Binder:
                 launch.merge_splits(step.plan, out, None)
             calls += [dataclasses.replace(c, n_rows=step.n_merges) for c in merges.calls]
         sinks = self.executor.weights.bias[index]
-        if sinks is not None:  # sinks differ by layer, the plan is shared
-            args = step.plan.header, np.int64(SINKS), np.int64(address_of(sinks))
-            calls = [GraphNode(_set_word, args, 1, 1.0), *calls]
+        key_bias = self.executor.weights.operands[index][0] if op.attrs.get("key_bias") else None
+        for field, array in ((SINKS, sinks), (KEY_BIAS, key_bias)):
+            if array is not None:  # they differ by layer, the plan is shared
+                args = step.plan.header, np.int64(field), np.int64(address_of(array))
+                calls = [GraphNode(_set_word, args, 1, 1.0), *calls]
         return calls
 
     _cross_attention = _attention

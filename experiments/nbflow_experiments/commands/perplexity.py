@@ -198,6 +198,7 @@ def _print(
             "weights": arguments.weights or "as stored",
             "kv": arguments.kv,
             "kv_rotation": arguments.kv_rotation,
+            "kv_keys": arguments.kv_keys,
             "activations": arguments.activations,
             "context": arguments.context,
             "scored": arguments.scored,

@@ -9,6 +9,7 @@ import numpy as np
 
 from nbflow_kernels.kv_cache.formats import kv_formats
 from nbflow_kernels.op_case import OpCase
+from nbflow_kernels.position import rope_cos_sin_cache
 from nbflow_kernels.quantizers import quantize
 
 # Scores are dot products of D products with unit variance after scaling: float32 with 16 partial
@@ -18,6 +19,9 @@ from nbflow_kernels.quantizers import quantize
 # LSE has the absolute error of a score, times log2(e), and half an ulp at 16, 1e-6.
 ATOL = 3e-6
 HALF: dict[str, Any] = {"dtype": np.float16, "kv_layout": "HND"}  # the engine's cache
+MIXED = {"kv_format": "q4_0/q8_0"}
+# keys with a bias of 5 have a length of 40: scores up to 8, and a float32 table of rotations
+BEFORE_ROPE: dict[str, Any] = {"sm_scale": 0.05, "rtol": 4e-6}
 ON_DEVICES: dict[str, Any] = {"kv_layout": "HND", "timed": True, "device_only": True}
 PROMPT = (4096, 4096, 8, 2)
 REASON = "scores off by 1e-6 (float32 dot product), values up to 5; LSE up to 16"
@@ -56,6 +60,7 @@ def _single(
     dim_vo: int | None = None,
     mask: str = "",
     sinks: bool = False,
+    key_rope: int = 0,
     **options: Any,
 ) -> Callable[[np.random.Generator], dict[str, Any]]:
     """Return inputs of one request; T = 0 is decode, without the row axis."""
@@ -79,6 +84,11 @@ def _single(
             arguments["custom_mask"] = visible
         elif mask == "bits":
             arguments["packed_custom_mask"] = np.packbits(visible, bitorder="little")
+        if key_rope:
+            arguments |= {
+                "key_cos_sin": rope_cos_sin_cache(N + 3, key_rope, theta=1e4),
+                "key_bias": 5 * rng.standard_normal((G, D)).astype(np.float32),
+            }
         if sinks:
             arguments["sinks"] = rng.standard_normal(H).astype(np.float32)
         return arguments
@@ -194,6 +204,15 @@ CASES = [
     _case("natural_lse", 5, 90, 4, 2, 32, causal=True, return_lse=True, lse_base="e"),
     _case("scales", 5, 90, 4, 2, 32, scale_q=0.5, k_scale=1.5, v_scale=0.75, causal=True),
     _case("rotated", 5, 90, 4, 2, 36, causal=True, pos_encoding_mode="ROPE_LLAMA", rtol=4e-6),
+    *(
+        _case(f"keys_before_rope_{name}", *shape, **options, **BEFORE_ROPE)
+        for name, shape, options in (
+            ("q8_0", (6, 140, 6, 2, 64), {"causal": True, "key_rope": 64, "kv_format": "q8_0"}),
+            ("pairs", (6, 140, 6, 2, 64), {"key_rope": 20, "key_interleave": True, **MIXED}),
+            ("decode", (0, 140, 6, 2, 96), {"key_rope": 64, "window_left": 80, **MIXED}),
+            ("half", (5, 90, 4, 2, 48), {"key_rope": 48, **HALF}),
+        )
+    ),
     _case("values_of_128", 3, 70, 2, 2, 192, dim_vo=128, causal=True, return_lse=True),
     _case("half", 5, 90, 4, 2, 48, causal=True, dtype=np.float16),
     _case("heads_first", 5, 90, 4, 2, 36, causal=True, kv_layout="HND", return_lse=True),

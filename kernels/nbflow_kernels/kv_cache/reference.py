@@ -9,6 +9,7 @@ import numpy as np
 from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.kv_cache.float8 import FLOAT8, decode_float8, encode_float8
 from nbflow_kernels.kv_cache.formats import split_names
+from nbflow_kernels.position.reference import rotate_pairs
 from nbflow_kernels.quantizers import quantize
 
 
@@ -63,7 +64,7 @@ def append_paged_kv_cache(
 ) -> None:
     """See `nbflow_kernels.append_paged_kv_cache`."""
     if cos_sin is not None:
-        append_key = _rotate(append_key, cos_sin[positions], interleave)
+        append_key = rotate_pairs(append_key, cos_sin[positions], interleave)
     caches, names = _split(paged_kv_cache), split_names(kv_format)
     for rows, cache, name in zip((append_key, append_value), caches, names, strict=True):
         pages = _pages(cache, kv_layout)
@@ -72,18 +73,6 @@ def append_paged_kv_cache(
             for g, vector in enumerate(row):
                 stored = encode(vector, cache.dtype, name)
                 pages[kv_indices[kv_indptr[request] + page], slot, g] = stored
-
-
-def _rotate(keys: np.ndarray, cos_sin: np.ndarray, interleave: bool) -> np.ndarray:
-    """Return rotated keys (T, G, D) in float64; `cos_sin` is (T, rotary_dim)."""
-    half = cos_sin.shape[1] // 2
-    first = np.arange(0, 2 * half, 2) if interleave else np.arange(half)
-    second = first + (1 if interleave else half)
-    cos, sin = (part[:, None].astype(np.float64) for part in np.split(cos_sin, 2, axis=1))
-    rotated = keys.astype(np.float64)
-    x, y = rotated[..., first], rotated[..., second]
-    rotated[..., first], rotated[..., second] = x * cos - y * sin, y * cos + x * sin
-    return rotated
 
 
 def append_paged_mla_kv_cache(

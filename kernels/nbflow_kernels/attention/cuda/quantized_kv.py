@@ -41,11 +41,11 @@ def supports(
     """Return whether the kernel supports a call.
 
     At least one of keys and values must have a block format; the other may be float16 with a head
-    size in multiples of 32.  Fused rotation and heads above 256 columns are not supported.
+    size in multiples of 32.  Rotation in the kernel and heads above 256 columns are not supported.
     """
     if max(kinds) < FIRST_BLOCK_KIND or max(kinds) >= FIRST_FLOAT8_KIND:
         return False
-    if plan.table(at.ROPE) is not None:
+    if any(plan.table(field) is not None for field in (at.ROPE, at.KEY_ROPE)):
         return False
     for kind, D in zip(kinds, plan.heads[2:], strict=True):
         if kind < FIRST_BLOCK_KIND and (kind != F16 or D % PART):
