@@ -131,6 +131,8 @@ class LoadOptions(OffloadConfig):
     kv: str = option(
         "f16", "KV cache format: f16, q8_0, ...; or of keys and values apart: q8_0/q4_0",
         metavar="FMT[/FMT]",
+        more="Layers with other formats follow semicolons: 'q4_0;0-1:f16;-2:q8_0/f16' (the first "
+        "two and the last two layers).",
     )  # fmt: skip
     kv_rotation: Literal["none", "hadamard"] = option(
         "none", "rotation of keys and values before a block format of the cache: none or hadamard",

@@ -44,6 +44,7 @@ from nbflow.quantization.policy import WeightFormats, Weights, weight_formats
 from nbflow.quantization.prepare import Prepared, no_format, prepare, quantizer_of
 from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.spec import check, load_tokenizer, resolve
+from nbflow.spec.kv_formats import parse_kv
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.resolve import ResolvedModel
 from nbflow.tokenization import Tokenizer, load_tokenizer_file
@@ -105,6 +106,7 @@ def load(
     check_outliers(given.outliers, formats)
     prepared = _prepare(resolved, the_spec, formats, given)
     stored_spec, the_spec = the_spec, prepared.spec
+    parse_kv(given.kv).check(the_spec.n_layers)
     the_spec = with_rotation(the_spec, given.kv_rotation, given.kv)
     the_spec = with_key_form(the_spec, given.kv_keys)
     status.progress("MPI")

@@ -313,7 +313,7 @@ class Binder:
         keys, values = storage.layers[op.layer or 0]
         return self._captured(
             op, kernels.append_paged_kv_cache, k, v, arrays.batch_indices, arrays.positions, keys,
-            values, arrays.kv_indices, arrays.kv_indptr, LAYOUT, storage.kinds,
+            values, arrays.kv_indices, arrays.kv_indptr, LAYOUT, storage.kinds_of(op.layer),
         )  # fmt: skip
 
     def _attention(self, op: Op, index: int) -> BoundOp:
@@ -326,7 +326,7 @@ class Binder:
         storage = step.storage
         keys, values = storage.layers[op.layer or 0]
         with capture() as attends:
-            launch.attend(step.plan, q, keys, values, out, None, storage.kinds)
+            launch.attend(step.plan, q, keys, values, out, None, storage.kinds_of(op.layer))
         calls = [dataclasses.replace(c, n_rows=step.n_shares) for c in attends.calls]
         if step.merges:
             with capture() as merges:

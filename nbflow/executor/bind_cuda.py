@@ -170,7 +170,7 @@ class CudaBinder(Binder):
         _, _, D_qk, D_vo = step.plan.heads
         q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
         keys, values = step.storage.layers[op.layer or 0]
-        attend, kinds = self._kernels("attention").attend, step.storage.kinds
+        attend, kinds = self._kernels("attention").attend, step.storage.kinds_of(op.layer)
         sinks = self.executor.weights.bias[index]
         key_bias = self.executor.weights.operands[index][0] if op.attrs.get("key_bias") else None
 

@@ -44,7 +44,7 @@ def with_key_form(spec: ModelSpec, form: str) -> ModelSpec:
         wrong = "caches latent vectors, whose rotated columns are apart"
     elif spec.attention is not None:
         wrong = f"has the attention variant {spec.attention}, which sees rotated keys"
-    elif "keys" in spec.rotated_cache:
+    elif any(("keys", i) in spec.rotated_cache for i in layers):
         wrong = (
             "has keys that kv_rotation='hadamard' rotates after RoPE; rotate values alone, "
             "e.g. kv='f16/q4_0', or"

@@ -225,7 +225,7 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
 
 def _rotation(spec: ModelSpec, i: int, side: CacheSide, *buffers: str) -> list[Op]:
     """Return the rotation of buffers for a side of the cache, if it holds rotated vectors."""
-    if side not in spec.rotated_cache:
+    if (side, i) not in spec.rotated_cache:
         return []
     attrs = {"block": spec.rotation_block(side, i)}
     return [Op("hadamard", buffers[0], buffers, layer=i, attrs=attrs)]

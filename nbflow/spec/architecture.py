@@ -324,8 +324,8 @@ class Architecture:
     swiglu_limit: float = 7.0
     attention: str | None = None
     """Name of the attention variant of a plugin."""
-    rotated_cache: tuple[CacheSide, ...] = ()
-    """Sides of the KV cache that hold rotated vectors (`nbflow.kv_cache.rotation`)."""
+    rotated_cache: frozenset[tuple[CacheSide, int]] = frozenset()
+    """Sides and layers of the KV cache that hold rotated vectors (`nbflow.kv_cache.rotation`)."""
     pre_rope_keys: bool = False
     """Keys are cached before RoPE, without their bias (`nbflow.kv_cache.key_form`)."""
     output_gate: bool = False

@@ -143,7 +143,7 @@ def test_keys_are_either_rotated_or_before_rope(checkpoint):
         with_rotation(resolve(checkpoint).spec, "hadamard", "f16/q4_0"), "pre_rope"
     )
     assert spec.pre_rope_keys
-    assert spec.rotated_cache == ("values",)
+    assert spec.rotated_cache == {("values", i) for i in range(spec.n_layers)}
     with pytest.raises(UsageError, match="kv_keys"):
         with_key_form(spec, "during_rope")
     after = dataclasses.replace(spec, qk_norm="head", qk_norm_after_rope=True)
