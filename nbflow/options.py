@@ -131,6 +131,8 @@ class LoadOptions(OffloadConfig):
     kv: str = option(
         "f16", "KV cache format: f16, q8_0, ...; or of keys and values apart: q8_0/q4_0",
         metavar="FMT[/FMT]",
+        more="Layers with other formats follow semicolons: 'q4_0;0-1:f16;-2:q8_0/f16' (the first "
+        "two and the last two layers).",
     )  # fmt: skip
     kv_rotation: Literal["none", "hadamard"] = option(
         "none", "rotation of keys and values before a block format of the cache: none or hadamard",
@@ -138,6 +140,13 @@ class LoadOptions(OffloadConfig):
         more="hadamard multiplies blocks of each head by a Hadamard matrix, which spreads outlier "
         "channels; queries and outputs of attention are rotated to match.  Formats of floats in "
         "`kv` are not rotated.  See docs/kvcache.md.",
+    )  # fmt: skip
+    kv_keys: Literal["post_rope", "pre_rope"] = option(
+        "post_rope", "cached keys: post_rope, or pre_rope, before the rotary embedding",
+        metavar="K",
+        more="pre_rope leaves out the bias of the keys' projection too; attention adds it and "
+        "rotates each key as it reads it.  For models with large key biases and block formats.  "
+        "See docs/kvcache.md.",
     )  # fmt: skip
     state: Literal["f32", "f16", "bf16", "q8_0"] = option(
         "f32", "storage format of recurrent states: f32, f16, bf16 or q8_0", metavar="FMT",

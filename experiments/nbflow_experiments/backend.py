@@ -126,12 +126,11 @@ def format_digest(name: str, importance: str = "") -> str:
     return "+".join([own] * bool(own) + [digest_files([file]) for file in files])
 
 
-def kv_format_names() -> tuple[str, ...]:
-    """Return the names of the formats of the key/value cache."""
-    from nbflow_kernels.kv_cache.cpu_codec import KINDS
+def check_kv(kv: str) -> None:
+    """Raise unless formats of the key/value cache exist, by layer or for all."""
+    from nbflow.spec.kv_formats import parse_kv
 
-    short = [name for name, explicit in nk.FORMATS.short_names.items() if explicit in KINDS]
-    return (*KINDS, *short)
+    parse_kv(kv)
 
 
 @functools.cache
@@ -168,7 +167,7 @@ def partition_ranks(partition: str) -> tuple[int, ...]:
 def choices() -> dict[str, tuple[str, ...]]:
     """Return the accepted values of enumerated settings."""
     known = fields(LoadOptions)
-    names = ("kv_rotation", "state", "activations", "all_reduce", "optimize")
+    names = ("kv_rotation", "state", "kv_keys", "activations", "all_reduce", "optimize")
     return {name: known[name].choices for name in names}
 
 

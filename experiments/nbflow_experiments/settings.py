@@ -63,10 +63,8 @@ _ALL = (
         'format of the weight matrices, a policy file (.toml), or "stored", the formats of the '
         "checkpoint; by default stored for checkpoints in block formats, else f32",
     ),
-    *map(
-        _of_load,
-        ("outliers", "quantizer", "importance", "kv", "kv_rotation", "state", "activations"),
-    ),
+    *map(_of_load, ("outliers", "quantizer", "importance", "kv", "kv_rotation", "kv_keys")),
+    *map(_of_load, ("state", "activations")),
     Setting(
         "device",
         "cpu",
@@ -175,9 +173,8 @@ def check_value(name: str, value: object, where: str) -> Value:
         return value
     if name == "weights" and not backend.is_weight_format(value):
         raise unknown_name("weight format", value, (backend.STORED, *backend.format_names()))
-    for part in value.lower().split("/", 1) if name == "kv" else ():
-        if part not in backend.kv_format_names():
-            raise unknown_name("key/value format", part, backend.kv_format_names())
+    if name == "kv":
+        backend.check_kv(value)
     known_values = backend.choices().get(name, (value,))
     if value not in known_values:
         raise unknown_name(name, value, known_values)

@@ -78,6 +78,7 @@ def make_row(
         "kv": arguments.kv,
         "kv_rotation": arguments.kv_rotation,
         "state": arguments.state,
+        "kv_keys": arguments.kv_keys,
         "partition": model.plan.partition,
         "all_reduce": arguments.all_reduce,
         "all_reduce_error": model.all_reduce_error(),

@@ -57,10 +57,12 @@ class _OneSide(argparse.Action):
         self._side = side
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        keys, slash, other = getattr(namespace, self.dest).partition("/")
+        both, semicolon, layers = getattr(namespace, self.dest).partition(";")
+        keys, slash, other = both.partition("/")
         names = [keys, other if slash else keys]
         names[self._side] = values
-        setattr(namespace, self.dest, names[0] if names[0] == names[1] else "/".join(names))
+        found = names[0] if names[0] == names[1] else "/".join(names)
+        setattr(namespace, self.dest, found + semicolon + layers)
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,19 +15,19 @@ import numpy as np
 
 from nbflow.engine.sampler import log_probabilities
 from nbflow.sampling.strategies import Greedy
+from nbflow.spec.kv_formats import parse_kv
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.attention.cpu.precompile import start_helper
 from nbflow_kernels.cpu.graph import compile_meanwhile, signature_of
 from nbflow_kernels.cpu.parallel_for import capture
 from nbflow_kernels.cpu.thread_pool import compile_pool
-from nbflow_kernels.kv_cache.formats import kv_formats
 
 
 def compile_ahead(spec: ModelSpec, kv: str) -> None:
     """Start a helper process if the kernel cache lacks attention of a model with this KV format."""
     if spec.latent is not None:
         return
-    keys, values = kv_formats(kv)
+    keys, values = parse_kv(kv).default
     helper = start_helper((keys.kind, values.kind), (spec.cached_dim, spec.value_dim))
     if helper is not None and not compile_meanwhile:
         compile_meanwhile.extend((compile_pool, *sampling_kernels()))

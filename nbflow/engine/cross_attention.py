@@ -53,6 +53,7 @@ class CrossAttentionCache:
                 place.for_purpose("the host's part of the encoder's keys and values").mapped(),
                 offload.host_layers(len(program.layers)),
             ),
+            spec.n_layers,
         )  # fmt: skip
         self.table = BlockTable(page_size)
         self._executor = make_executor(

@@ -35,6 +35,7 @@ from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.worker import Worker
 from nbflow.executor.device_memory import DeviceMemory
 from nbflow.executor.trace import TracePrinter
+from nbflow.kv_cache.key_form import with_key_form
 from nbflow.kv_cache.rotation import with_rotation
 from nbflow.kv_cache.state_storage import with_state_format
 from nbflow.option_fields import documents
@@ -44,6 +45,7 @@ from nbflow.quantization.policy import WeightFormats, Weights, weight_formats
 from nbflow.quantization.prepare import Prepared, no_format, prepare, quantizer_of
 from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.spec import check, load_tokenizer, resolve
+from nbflow.spec.kv_formats import parse_kv
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.resolve import ResolvedModel
 from nbflow.tokenization import Tokenizer, load_tokenizer_file
@@ -105,7 +107,9 @@ def load(
     check_outliers(given.outliers, formats)
     prepared = _prepare(resolved, the_spec, formats, given)
     stored_spec, the_spec = the_spec, prepared.spec
+    parse_kv(given.kv).check(the_spec.n_layers)
     the_spec = with_rotation(the_spec, given.kv_rotation, given.kv)
+    the_spec = with_key_form(the_spec, given.kv_keys)
     status.progress("MPI")
     comm = comm or world()
     _check_plugins(comm)

@@ -1,4 +1,4 @@
-"""Attention plans of a step, one per mask, kind and heads of attention."""
+"""Attention plans of a step, one per mask, kind, heads and RoPE of cached keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nbflow.executor.executor import Executor
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.storage import LAYOUT
 from nbflow.program.records import Mask, Op, mask_of
-from nbflow.spec.architecture import HeadShape
+from nbflow.spec.architecture import HeadShape, RopeSpec
 from nbflow_kernels.attention.cpu.scheduler import schedule
 from nbflow_kernels.attention.cpu.variants import set_variant
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
@@ -65,6 +65,9 @@ class LayerAttention:
             first_op = [op.kind for op in program.ops].index("attention")
             (bias,) = executor.weights.operands[first_op]  # shared by all layers
             self.plan.set_bias(bias, spec.max_context)
+        rope = op.attrs.get("key_rope")
+        if rope is not None:
+            self.plan.set_key_rope(executor.rope_table(rope), rope.style != "half")
         max_keys = len(self._step[2]) * storage.page_size  # capacity of the page arrays
         self.merges = max_keys > SPLIT
         """True where keys may be split (split-KV), so that partial states must be merged."""
@@ -102,8 +105,9 @@ class AttentionPlanGroup:
         """All plans."""
         return tuple(self._plans.values())
 
-    def _kind(self, op: Op) -> tuple[str, Mask, HeadShape]:
-        return op.kind, mask_of(op), self._program.heads_of(op.layer or 0)
+    def _kind(self, op: Op) -> tuple[str, Mask, HeadShape, RopeSpec | None]:
+        heads = self._program.heads_of(op.layer or 0)
+        return op.kind, mask_of(op), heads, op.attrs.get("key_rope")
 
     def of(self, op: Op) -> LayerAttention:
         """Return the plan of an attention op."""

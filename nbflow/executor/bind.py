@@ -29,7 +29,7 @@ from nbflow.program.records import COMMUNICATION, Op, state_key
 from nbflow.utils.rank_status import WAITING, WORKING, status
 from nbflow_kernels import op_registry
 from nbflow_kernels.activation.xielu import xielu_numbers
-from nbflow_kernels.attention.plan_layout import SINKS
+from nbflow_kernels.attention.plan_layout import KEY_BIAS, SINKS
 from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu.graph import GraphNode
 from nbflow_kernels.cpu.parallel_for import capture
@@ -279,7 +279,8 @@ class Binder:
         kernels = self._kernels("position")
         rope, first = op.attrs["rope"], op.attrs.get("first", 0)
         head = op.attrs.get("head", self._spec.cached_dim)
-        q, k = (self._heads(name, head)[..., first:] for name in op.inputs)
+        q, *keys = (self._heads(name, head)[..., first:] for name in op.inputs)
+        k = keys[0] if keys else q[:, :0]  # keys may be rotated as attention reads them
         return self._captured(
             op, kernels.apply_rope_with_cos_sin_cache_inplace, self.arrays.rope_rows, q, k,
             self.executor.rope_table(rope), rope.style == "half",
@@ -312,7 +313,7 @@ class Binder:
         keys, values = storage.layers[op.layer or 0]
         return self._captured(
             op, kernels.append_paged_kv_cache, k, v, arrays.batch_indices, arrays.positions, keys,
-            values, arrays.kv_indices, arrays.kv_indptr, LAYOUT, storage.kinds,
+            values, arrays.kv_indices, arrays.kv_indptr, LAYOUT, storage.kinds_of(op.layer),
         )  # fmt: skip
 
     def _attention(self, op: Op, index: int) -> BoundOp:
@@ -325,16 +326,18 @@ class Binder:
         storage = step.storage
         keys, values = storage.layers[op.layer or 0]
         with capture() as attends:
-            launch.attend(step.plan, q, keys, values, out, None, storage.kinds)
+            launch.attend(step.plan, q, keys, values, out, None, storage.kinds_of(op.layer))
         calls = [dataclasses.replace(c, n_rows=step.n_shares) for c in attends.calls]
         if step.merges:
             with capture() as merges:
                 launch.merge_splits(step.plan, out, None)
             calls += [dataclasses.replace(c, n_rows=step.n_merges) for c in merges.calls]
         sinks = self.executor.weights.bias[index]
-        if sinks is not None:  # sinks differ by layer, the plan is shared
-            args = step.plan.header, np.int64(SINKS), np.int64(address_of(sinks))
-            calls = [GraphNode(_set_word, args, 1, 1.0), *calls]
+        key_bias = self.executor.weights.operands[index][0] if op.attrs.get("key_bias") else None
+        for field, array in ((SINKS, sinks), (KEY_BIAS, key_bias)):
+            if array is not None:  # they differ by layer, the plan is shared
+                args = step.plan.header, np.int64(field), np.int64(address_of(array))
+                calls = [GraphNode(_set_word, args, 1, 1.0), *calls]
         return calls
 
     _cross_attention = _attention

@@ -28,7 +28,7 @@ from nbflow.executor.step_buffers import CudaStepArrays, StepArrays
 from nbflow.program.cost import sends_q8
 from nbflow.program.records import Op
 from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers, device_plan, partial_floats
-from nbflow_kernels.attention.plan_layout import SINKS
+from nbflow_kernels.attention.plan_layout import KEY_BIAS, SINKS
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.formats import QuantTensor
@@ -170,12 +170,14 @@ class CudaBinder(Binder):
         _, _, D_qk, D_vo = step.plan.heads
         q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
         keys, values = step.storage.layers[op.layer or 0]
-        attend, kinds = self._kernels("attention").attend, step.storage.kinds
+        attend, kinds = self._kernels("attention").attend, step.storage.kinds_of(op.layer)
         sinks = self.executor.weights.bias[index]
+        key_bias = self.executor.weights.operands[index][0] if op.attrs.get("key_bias") else None
 
         def launch(*args: Any) -> None:
-            if sinks is not None:  # sinks differ by layer, the plan is shared
-                step.plan.set_table(SINKS, sinks)
+            for field, array in ((SINKS, sinks), (KEY_BIAS, key_bias)):
+                if array is not None:  # they differ by layer, the plan is shared
+                    step.plan.set_table(field, array)
             attend(*args)
 
         return self._captured(op, launch, step.plan, q, keys, values, out, None, kinds)

@@ -157,6 +157,7 @@ class _FusedBinder:
     def _heads(self, first_row: int) -> cuda_fused.RopeKvAppendEpilogue:
         fusion, program, storage = self._fusion, self._executor.program, self._executor.storage
         keys, values = storage.layers[self._layer()]
+        kinds = storage.kinds_of(self._layer())
         norms = [i for i in (fusion.q_norm, fusion.k_norm) if i is not None]
         attrs = self._ops[norms[0]].attrs if norms else {}
         q_weight, k_weight = (
@@ -165,7 +166,7 @@ class _FusedBinder:
         )
         return cuda_fused.RopeKvAppendEpilogue(
             self._places(), program.spec.head_dim, first_row // program.spec.head_dim,
-            program.n_heads, program.n_kv_heads, keys, values, storage.kinds, q_weight, k_weight,
+            program.n_heads, program.n_kv_heads, keys, values, kinds, q_weight, k_weight,
             attrs.get("eps", 0.0), attrs.get("offset", 0.0), self._norms_all_heads(),
         )  # fmt: skip
 
@@ -186,9 +187,10 @@ class _FusedBinder:
             first = buffer.offset - first_row
         weight = (*self._weights.operands[fusion.latent_norm], None)[0]
         pages, _ = storage.layers[self._layer()]
+        kind, _ = storage.kinds_of(self._layer())
         return cuda_fused.MlaEpilogue(
             self._places(), D, max(0, min(end_row, n_heads * D) - first_row) // D,
-            norm.attrs["columns"], queries, latent, first, pages, storage.kinds[0], weight,
+            norm.attrs["columns"], queries, latent, first, pages, kind, weight,
             norm.attrs["eps"], norm.attrs.get("offset", 0.0),
         )  # fmt: skip
 

@@ -196,7 +196,8 @@ class ReferenceExecutor:
     def _rope(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
         rope, first = op.attrs["rope"], op.attrs.get("first", 0)
         heads = [self._heads(values[name], op.attrs.get("head")) for name in op.inputs]
-        q, k = (x[..., first:] for x in heads)
+        q, *keys = (x[..., first:] for x in heads)
+        k = keys[0] if keys else q[:, :0]
         table = position.rope_cos_sin_cache(
             self._length + len(ids),
             rope.dim,
@@ -207,7 +208,7 @@ class ReferenceExecutor:
         q, k = position.apply_rope_with_cos_sin_cache(
             self._positions(ids), q, k, cos_sin_cache=table, is_neox=rope.style == "half"
         )
-        for name, x, rotated in zip(op.inputs, heads, (q, k), strict=True):
+        for name, x, rotated in zip(op.inputs, heads, (q, k), strict=False):
             values[name] = np.concatenate([x[..., :first], rotated], axis=2).reshape(len(ids), -1)
 
     def _hadamard(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
@@ -255,8 +256,23 @@ class ReferenceExecutor:
             bias=bias,
             sinks=self._bias[index],
             variant=None if spec.attention is None else find_variant(spec.attention, spec.name),
+            **self._key_form(op, index, len(k)),
         )
         return result.reshape(len(ids), -1)
+
+    def _key_form(self, op: Op, index: int, n_keys: int) -> dict[str, Any]:
+        """Return the arguments of attention over keys that are cached before RoPE."""
+        rope = op.attrs.get("key_rope")
+        if rope is None:
+            return {}
+        table = position.rope_cos_sin_cache(
+            n_keys, rope.dim, theta=rope.theta, scaling=rope.scaling, seq_len=n_keys
+        )
+        bias = None
+        if op.attrs["key_bias"]:
+            D = self._program.heads_of(op.layer or 0).key_dim
+            bias = self._operands[index][0][:, :D]
+        return {"key_cos_sin": table, "key_interleave": rope.style != "half", "key_bias": bias}
 
     def _append_index(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
         new = values[op.inputs[0]]

@@ -68,7 +68,11 @@ class SparseAttention:
         program, storage = binder.executor.program, binder.executor.storage
         spec = program.spec
         width = spec.latent.kv_rank
-        self._arrays, self._page_size, self._kinds = arrays, storage.page_size, storage.kinds
+        self._arrays, self._page_size, self._kinds = (
+            arrays,
+            storage.page_size,
+            storage.kinds_of(op.layer),
+        )
         keys, values = storage.layers[op.layer or 0]
         tokens = keys.reshape(-1, 1, 1, keys.shape[-1])
         self._pages = tokens, tokens[..., : values.shape[-1]]

@@ -33,6 +33,7 @@ from nbflow.quantization.policy import Weights, weight_formats
 from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.utils.load_progress import progress
 from nbflow.utils.rank_status import status
+from nbflow_kernels.attention.plan import padded_key_bias
 from nbflow_kernels.cpu import huge_pages
 from nbflow_kernels.cpu.parallel_for import parallel_chunks
 from nbflow_kernels.errors import UsageError
@@ -171,7 +172,8 @@ class WeightLoader:
 
         for index, op in enumerate(self._program.ops):
             self.bias[index] = move(self.bias[index])
-            if op.kind not in ("attention", "cross_attention", "activation"):
+            on_host = op.kind in ("attention", "cross_attention", "activation")
+            if not on_host or op.attrs.get("key_bias"):
                 operands = self.operands[index]
                 if op.kind == "experts":
                     operands = stack_experts(op, operands)
@@ -183,6 +185,9 @@ class WeightLoader:
         if op.kind in ("experts", "heads_linear"):  # each matrix by itself
             return tuple(self._once((w,), self._weight) for w in op.weights)
         if op.kind == "attention":
+            if op.attrs.get("key_bias"):
+                D = self._program.heads_of(op.layer or 0).key_dim
+                return (padded_key_bias(self._vector(op.weights).reshape(-1, D)),)
             return tuple(self._once((w,), self._relative_bias) for w in op.weights)
         if op.attrs.get("normalize_rows"):
             return (self._normalized(op.weights[0]),)

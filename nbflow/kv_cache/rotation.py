@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Literal
 
 from nbflow.spec.architecture import CacheSide
+from nbflow.spec.kv_formats import parse_kv
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.kv_cache.formats import kv_formats
 
 Rotation = Literal["none", "hadamard"]
 ROTATIONS = ("none", "hadamard")
@@ -32,19 +32,24 @@ def with_rotation(spec: ModelSpec, rotation: str, kv: str) -> ModelSpec:
         "hadamard" rotates keys and values whose format has blocks; floats (f8 included) have an
         exponent for each number and gain nothing.
     kv : str
-        Formats of the cache; see `nbflow_kernels.kv_cache.kv_formats`.
+        Formats of the cache; see `nbflow.spec.kv_formats`.
 
     Raises
     ------
     UsageError
         If the rotation or the format is unknown, or the model's cache cannot be rotated.
     """
-    formats = kv_formats(kv)  # raises for an unknown name
+    formats = parse_kv(kv)
     if rotation not in ROTATIONS:
         raise unknown_name("kv_rotation", rotation, ROTATIONS)
     names: tuple[CacheSide, CacheSide] = ("keys", "values")
-    sides = [name for name, format in zip(names, formats, strict=True) if format.block_size > 1]
-    if rotation == "none" or not sides:
+    rotated = {
+        (name, layer)
+        for layer in range(spec.n_layers)
+        for name, format in zip(names, formats.of(layer, spec.n_layers), strict=True)
+        if format.block_size > 1
+    }
+    if rotation == "none" or not rotated:
         return spec
     wrong = ""
     if spec.latent is not None:
@@ -57,7 +62,7 @@ def with_rotation(spec: ModelSpec, rotation: str, kv: str) -> ModelSpec:
             wrong = f"has heads of {min(odd)} numbers, which no power of two but 1 divides"
     if wrong:
         raise UsageError(f"kv_rotation='hadamard': {spec.name} {wrong}; use kv_rotation='none'")
-    return replace(spec, rotated_cache=tuple(sides))
+    return replace(spec, rotated_cache=frozenset(rotated))
 
 
 def _head_sizes(spec: ModelSpec, layer: int) -> tuple[int, int]:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from nbflow.spec.architecture import HeadShape
+from nbflow.spec.kv_formats import Pair, parse_kv
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kv_cache.formats import KVFormat, kv_formats
+from nbflow_kernels.kv_cache.formats import KVFormat
 
 LAYOUT = "HND"
 """Page layout (heads, tokens, dim): attention reads the tokens of a head contiguously."""
@@ -33,11 +34,13 @@ class KVStorage:
     heads : HeadShape or mapping of int to HeadShape
         KV heads of all layers, or of each.
     kv : str
-        Format of keys and values, or of each (``"q8/q4"``): see `nbflow_kernels.kv_formats`.
+        Formats of keys and values: see `nbflow.spec.kv_formats`.
     xp : module
         Array module: NumPy, or the allocator of a device.
     host : pair of module and int, optional
         Allocator and number of the last layers that are kept in host memory.
+    n_layers : int, optional
+        Layers of the whole model; by default those here.
     """
 
     def __init__(
@@ -48,16 +51,20 @@ class KVStorage:
         kv: str,
         xp: Any = np,
         host: tuple[Any, int] = (np, 0),
+        n_layers: int | None = None,
     ) -> None:
         self.page_size = page_size
-        self.formats = kv_formats(kv)
-        """Formats of keys and values."""
+        count = len(layers) if n_layers is None else n_layers
+        self.formats = {layer: parse_kv(kv).of(layer, count) for layer in layers}
+        """Formats of keys and values of each layer."""
         n_here = len(layers) - host[1]
         self._xp = {layer: xp if i < n_here else host[0] for i, layer in enumerate(layers)}
         self.n_host_layers = host[1]
         """Number of last layers in host memory, with a device."""
         self._arrays = {
-            layer: self._arrays_of_layer(heads if isinstance(heads, HeadShape) else heads[layer])
+            layer: self._arrays_of_layer(
+                heads if isinstance(heads, HeadShape) else heads[layer], self.formats[layer]
+            )
             for layer in layers
         }
         self._held: dict[int, tuple[Any, ...]] = dict.fromkeys(layers, ())
@@ -68,10 +75,10 @@ class KVStorage:
         """Incremented on each reallocation."""
         self.release()
 
-    @property
-    def kinds(self) -> tuple[int, int]:
-        """Return the format codes of keys and values for kernels."""
-        return self.formats[0].kind, self.formats[1].kind
+    def kinds_of(self, layer: int | None) -> tuple[int, int]:
+        """Return the format codes of a layer's keys and values for kernels."""
+        keys, values = self.formats[layer or 0]
+        return keys.kind, values.kind
 
     @property
     def n_bytes(self) -> int:
@@ -126,12 +133,12 @@ class KVStorage:
                 for array in arrays:
                     array[target] = array[source]
 
-    def _arrays_of_layer(self, heads: HeadShape) -> list[PageArray]:
+    def _arrays_of_layer(self, heads: HeadShape, formats: Pair) -> list[PageArray]:
         """Return shape and dtype of a page for each array of a layer."""
         widths = heads.key_dim, heads.value_dim
         return [
             self._page_array(heads.n_kv_heads, format, width)
-            for format, width in zip(self.formats, widths, strict=True)
+            for format, width in zip(formats, widths, strict=True)
         ]
 
     def _page_array(self, n_heads: int, format: KVFormat, head_dim: int) -> PageArray:
@@ -174,7 +181,10 @@ class LatentStorage(KVStorage):
         self._index_width = index_width
         self.index_keys: dict[int, Any] = {}
         """Index keys of each layer, shape (pages, 1, page_size, index_width)."""
-        format, other = kv_formats(kv)
+        formats = parse_kv(kv)
+        format, other = formats.default
+        if formats.entries:
+            raise UsageError(f"kv={kv!r}: latent attention has one format in all layers")
         if format != other:
             raise UsageError(
                 f"kv={kv!r}: the values of latent attention are part of its keys, so that both "
@@ -189,8 +199,8 @@ class LatentStorage(KVStorage):
         self._value_length = format.row_length(value_width)
         super().__init__(layers, page_size, HeadShape(1, width, value_width), kv, xp, host)
 
-    def _arrays_of_layer(self, heads: HeadShape) -> list[PageArray]:
-        found = [self._page_array(heads.n_kv_heads, self.formats[0], heads.key_dim)]
+    def _arrays_of_layer(self, heads: HeadShape, formats: Pair) -> list[PageArray]:
+        found = [self._page_array(heads.n_kv_heads, formats[0], heads.key_dim)]
         if self._index_width:
             found.append(((1, self.page_size, self._index_width), np.dtype(np.float32)))
         return found
@@ -219,4 +229,5 @@ def make_storage(
         width, value_width = spec.cached_dim, spec.latent.kv_rank
         index_width = 0 if spec.indexer is None else spec.indexer.dim
         return LatentStorage(layers, page_size, width, value_width, kv, xp, host, index_width)
-    return KVStorage(layers, page_size, {i: heads(i) for i in layers}, kv, xp, host)
+    all_heads = {i: heads(i) for i in layers}
+    return KVStorage(layers, page_size, all_heads, kv, xp, host, spec.n_layers)

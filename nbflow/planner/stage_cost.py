@@ -59,7 +59,8 @@ class RankWork:
         all_layers = dataclasses.replace(plan, layers=(0, model.spec.n_layers))
         self.program = fuse(partition(program or model.program, all_layers))
         mine = range(*plan.layers)
-        self.counts = {layer: sum(i in of_kind for i in mine) for layer, of_kind in model.kinds}
+        self._members = {layer: [i for i in mine if i in kind] for layer, kind in model.kinds}
+        self.counts = {layer: len(members) for layer, members in self._members.items()}
 
     @property
     def n_kv_layers(self) -> int:
@@ -77,9 +78,15 @@ class RankWork:
     def kv_token_bytes(self, kv: str) -> int:
         """Return the KV cache bytes per token."""
         return sum(
-            self.counts[layer] * kv_layer_bytes(self.program, kv, layer)
+            kv_layer_bytes(self.program, kv, member)
             for layer in self.program.kv_layers
+            for member in self._members[layer]
         )
+
+    def _kv_ratio(self, layer: int, kv: str) -> float:
+        """Return the mean cache bytes of the layers of a kind over those of its first."""
+        sizes = [kv_layer_bytes(self.program, kv, member) for member in self._members[layer]]
+        return sum(sizes) / max(1, len(sizes) * kv_layer_bytes(self.program, kv, layer))
 
     def state_bytes(self) -> int:
         """Return the bytes of the recurrent states of one sequence."""
@@ -112,6 +119,9 @@ class RankWork:
         for op, following in zip(self.program.ops, (*self.program.ops[1:], None), strict=True):
             if op.kind not in COMMUNICATION:
                 cost = op_cost(self.program, op, step, self._model.bits, kv)
+                if op.kind in ("append_kv", "attention"):
+                    ratio = self._kv_ratio(op.layer or 0, kv)
+                    cost = dataclasses.replace(cost, kv_bytes=ratio * cost.kv_bytes)
                 format = self._model.format_of(op.weights[0].name) if op.weights else ""
                 costs.append((cost, format))
             ends = following is None or following.layer != op.layer

@@ -189,6 +189,10 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     if spec.attn_input_scale != 1.0:
         ops, source = scale("as", source, i, spec.attn_input_scale), "as"
     ops += (linear(spec, i, f"attn.{name[0]}", source, name) for name in (q, k, v))
+    pre_rope = spec.caches_pre_rope(i)
+    key_bias: tuple[Operand, ...] = ()
+    if pre_rope and spec.qk_norm == "none":  # attention adds the bias of the keys
+        ops[-2], key_bias = replace(ops[-2], bias=()), ops[-2].bias
     gate: list[Op] = []
     if spec.output_gate:
         ops.append(linear(spec, i, "attn.gate", source, ag))
@@ -198,16 +202,20 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     if spec.qk_norm_layers == "rotated" and not rope.dim:
         norms = []
     own = {"head": spec.heads_of(i).key_dim} if spec.is_local(i) else {}
-    turn = [Op("rope", q, (q, k), layer=i, attrs={"rope": rope, **own})] if rope.dim else []
+    turned = (q,) if pre_rope else (q, k)
+    turn = [Op("rope", q, turned, layer=i, attrs={"rope": rope, **own})] if rope.dim else []
     ops += [*turn, *norms] if spec.qk_norm_after_rope else [*norms, *turn]
     ops += [*_rotation(spec, i, "keys", q, k), *_rotation(spec, i, "values", v)]
     table = (Operand("position_bias.weight"),) if spec.position == "relative" else ()
     sinks = (Operand(f"layers.{i}.attn.sinks.weight"),) if spec.has_sinks(i) else ()
+    attrs = _mask(spec, i)
+    if pre_rope:
+        attrs |= {"key_rope": rope, "key_bias": bool(key_bias)}
     return [
         *ops,
         Op("append_kv", "kv", (k, v), layer=i),
         *_temperature(spec, i, q),
-        Op("attention", a, (q,), table, sinks, i, _mask(spec, i)),
+        Op("attention", a, (q,), table + key_bias, sinks, i, attrs),
         *_rotation(spec, i, "values", a),  # back: the transform is its own inverse
         *gate,
         linear(spec, i, "attn.o", a, "o"),
@@ -217,7 +225,7 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
 
 def _rotation(spec: ModelSpec, i: int, side: CacheSide, *buffers: str) -> list[Op]:
     """Return the rotation of buffers for a side of the cache, if it holds rotated vectors."""
-    if side not in spec.rotated_cache:
+    if (side, i) not in spec.rotated_cache:
         return []
     attrs = {"block": spec.rotation_block(side, i)}
     return [Op("hadamard", buffers[0], buffers, layer=i, attrs=attrs)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nbflow.distributed.quantized_all_reduce import q8_packed_bytes
 from nbflow.program.records import Mask, Op, Program, mask_of, state_of
-from nbflow_kernels.kv_cache.formats import kv_formats
+from nbflow.spec.kv_formats import parse_kv
 
 FLOAT32_BYTES = 4
 
@@ -140,7 +140,7 @@ def _weights_read(
 def kv_layer_bytes(program: Program, kv: str, layer: int) -> int:
     """Return the KV cache bytes per token of one layer of a rank."""
     spec, heads = program.spec, program.heads_of(layer)
-    keys, values = kv_formats(kv)
+    keys, values = parse_kv(kv).of(layer, spec.n_layers)
     of_head = keys.row_bytes(heads.key_dim)
     of_head += values.row_bytes(heads.value_dim) if spec.latent is None else 0
     index = 0 if spec.indexer is None else FLOAT32_BYTES * spec.indexer.dim
@@ -149,6 +149,7 @@ def kv_layer_bytes(program: Program, kv: str, layer: int) -> int:
 
 def kv_token_bytes(program: Program, kv: str) -> int:
     """Return the KV cache bytes per token of all layers of a rank."""
+    parse_kv(kv).check(program.spec.n_layers)
     return sum(kv_layer_bytes(program, kv, layer) for layer in program.kv_layers)
 
 

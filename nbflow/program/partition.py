@@ -260,7 +260,10 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]], spec
     if op.kind == "heads_linear":
         return dataclasses.replace(op, weights=op.weights[slice(*plan.heads)])
     if op.kind == "attention":
-        table = tuple(Operand(w.name, columns=plan.heads) for w in op.weights)
+        if op.attrs.get("key_bias"):
+            table = tuple(Operand(w.name, rows=cuts["attn.k"]) for w in op.weights)
+        else:
+            table = tuple(Operand(w.name, columns=plan.heads) for w in op.weights)
         sinks = tuple(Operand(b.name, rows=plan.heads) for b in op.bias)
         return dataclasses.replace(op, weights=table, bias=sinks)
     if op.kind == "lightning":

@@ -18,8 +18,8 @@ sum_squares   out = sums of squares of the rows of each input, a column for each
               False for inputs that count as zero
 linear        out = input @ W.T + bias, W the concatenated rows of all `weights`;
               with attr ``accumulate``: out += ...; ``normalize_rows``: W's rows scaled to length 1
-rope          rotate the inputs (q, k) in place, attr ``rope``; attrs ``first``: first column of
-              each head that is rotated, ``head``: columns of a head, if not those of keys
+rope          rotate the inputs (q, k), or q alone, in place, attr ``rope``; attrs ``first``: first
+              column of each head that is rotated, ``head``: columns of a head, if not those of keys
 hadamard      rotate blocks of columns of the inputs in place; attr ``block``: columns of a block
 temperature   queries of out *= 1 + scale * ln(1 + (position + offset) // floor);
               attrs ``scale``, ``floor``, ``offset``
@@ -34,7 +34,9 @@ select_keys   out = positions of the keys with the largest index scores, int32, 
 sparse_attention
               out = attention(q) over the selected keys of the layer's pages; inputs (q, selection)
 attention     out = attention(q) over the layer's pages, attrs ``window`` and ``chunk``; the weight
-              is the relative position bias by bucket, the bias the attention sinks
+              is the relative position bias by bucket, the bias the attention sinks; attr
+              ``key_rope``: the pages hold keys before this rotary embedding; ``key_bias``: and
+              before the bias of their projection, which is the weight
 cross_attention
               out = attention(q) over all cached states of the encoder
 input         out = external rows, one per token

@@ -12,10 +12,10 @@ from nbflow.sampling import build_strategy, with_recommended
 from nbflow.server.config import ModelOptions, ServerConfig
 from nbflow.server.served_model import ServedModel, template_text
 from nbflow.spec import ModelSpec, load_tokenizer, resolve
+from nbflow.spec.kv_formats import parse_kv
 from nbflow.tokenization import Tokenizer, load_tokenizer_file
 from nbflow.tokenization.chat import check_template
 from nbflow_kernels.errors import MissingExtraError, UsageError
-from nbflow_kernels.kv_cache.formats import kv_formats
 from nbflow_kernels.plugins import load_plugins
 
 
@@ -42,7 +42,7 @@ def check_config(config: ServerConfig) -> None:
         formats = weight_formats(options.weights)
         if formats is not None:
             formats.check_used(spec.tensor_shapes(), f"models.{name}.weights")
-        kv_formats(options.kv)
+        parse_kv(options.kv).check(spec.n_layers)
         tokenizer = _tokenizer(options, resolved.tokenizer)
         if tokenizer is not None and resolved.prompt_template is not None:
             tokenizer.prompt_template = resolved.prompt_template

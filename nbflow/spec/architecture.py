@@ -324,8 +324,10 @@ class Architecture:
     swiglu_limit: float = 7.0
     attention: str | None = None
     """Name of the attention variant of a plugin."""
-    rotated_cache: tuple[CacheSide, ...] = ()
-    """Sides of the KV cache that hold rotated vectors (`nbflow.kv_cache.rotation`)."""
+    rotated_cache: frozenset[tuple[CacheSide, int]] = frozenset()
+    """Sides and layers of the KV cache that hold rotated vectors (`nbflow.kv_cache.rotation`)."""
+    pre_rope_keys: bool = False
+    """Keys are cached before RoPE, without their bias (`nbflow.kv_cache.key_form`)."""
     state_format: str = "f32"
     """Storage format of recurrent states (`nbflow_kernels.state_format`)."""
     output_gate: bool = False
@@ -439,6 +441,10 @@ class Architecture:
             return replace(self.rope, dim=0, scaling=None)
         local = self.local_rope is not None and self.window_of(layer) is not None
         return self.local_rope if local and self.local_rope is not None else self.rope
+
+    def caches_pre_rope(self, layer: int) -> bool:
+        """Return whether the keys of a layer are cached before RoPE."""
+        return self.pre_rope_keys and self.rope_of(layer).dim > 0
 
     def is_local(self, layer: int) -> bool:
         """Return whether a layer has the heads of the layers with the window."""

@@ -196,6 +196,15 @@ def test_rotated_cache(cupy: Any) -> None:
 
 
 @pytest.mark.compiler
+@pytest.mark.parametrize("name", ["qwen2", "glm4"])
+def test_keys_before_rope(name: str, cupy: Any) -> None:
+    """A bias of keys in each layer; pairs of neighbours."""
+    ids, logits = golden(name)
+    with on("emulator", name, kv="f32", kv_keys="pre_rope") as model:
+        assert error(model.logits(ids), logits) < TOLERANCE
+
+
+@pytest.mark.compiler
 @pytest.mark.parametrize("partition", ["0;1", "0&1"])
 def test_ranks(partition: str, cupy: Any) -> None:
     ids, logits = golden("llama31")

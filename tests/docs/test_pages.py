@@ -15,6 +15,7 @@ from nbflow import cli
 from nbflow.checkpoint.quantization_config import METHODS
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.kv_cache.codebooks import CODEBOOKS
 from nbflow_kernels.kv_cache.float8 import FLOAT8
 from nbflow_kernels.kv_cache.formats import kv_format
 from nbflow_kernels.op_registry import FAMILIES
@@ -108,7 +109,7 @@ def test_stated_numbers_of_formats():
             return False
         return True
 
-    cache = sum(map(holds_cache_rows, FORMATS)) + len(FLOAT8)
+    cache = sum(map(holds_cache_rows, FORMATS)) + len(FLOAT8) + len(CODEBOOKS)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{len(FORMATS)}\nweight formats" in readme
     assert f"of the {len(FORMATS)} formats" in readme

@@ -23,6 +23,7 @@ NAMES = (
     *("quantization", "throughput", "partitions", "batching", "shared_prefix", "cascade"),
     "speculation",
     "kv_rotation",
+    "kv_cache",
 )
 
 

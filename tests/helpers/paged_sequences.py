@@ -8,9 +8,8 @@ import numpy as np
 
 from nbflow_kernels.attention import BatchPrefillWithPagedKVCacheWrapper
 from nbflow_kernels.kv_cache.cases import page_table
-from nbflow_kernels.kv_cache.float8 import FLOAT8, encode_float8
 from nbflow_kernels.kv_cache.formats import kv_format, split_names
-from nbflow_kernels.quantizers import quantize
+from nbflow_kernels.kv_cache.reference import encode
 
 
 def ints(*values: int) -> np.ndarray:
@@ -29,15 +28,9 @@ def store(rows: np.ndarray, name: str) -> np.ndarray:
     if name == "bf16":
         bits = rows.astype(np.float32).view(np.uint32)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    if name in FLOAT8:
-        return encode_float8(rows, name)
-    if format.is_float:
-        return rows.astype(format.dtype)
-    D = rows.shape[-1]
-    flat = np.ascontiguousarray(rows.reshape(-1, D), np.float32)
-    if not len(flat):
-        return np.zeros((*rows.shape[:-1], format.row_length(D)), np.uint8)
-    return quantize(flat, name, quantizer="reference").data.reshape(*rows.shape[:-1], -1)
+    if not rows.size:
+        return np.zeros((*rows.shape[:-1], format.row_length(rows.shape[-1])), format.dtype)
+    return encode(np.ascontiguousarray(rows, np.float32), format.dtype, format.name)
 
 
 class Paged:

@@ -26,7 +26,7 @@ from experiment_tables import TABLES as EXPERIMENTS  # noqa: E402
 from experiment_tables import figure  # noqa: E402
 from gain_tables import drift, gain  # noqa: E402
 from gemv_table import gemv  # noqa: E402
-from kv_rotation_table import kv_rotation  # noqa: E402
+from kv_cache_tables import kv_cache, kv_cache_figure, kv_rotation  # noqa: E402
 from launch_table import launches  # noqa: E402
 from memory_tables import TABLES as MEMORY  # noqa: E402
 from published_rows import latest  # noqa: E402
@@ -282,7 +282,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/quantization.md": {"gain": gain, "gain, encoder": drift},
     "docs/board.md": {"board": board_table},
     "docs/reproduce.md": {"published": published_tables, "runs": recorded_runs},
-    "docs/kvcache.md": {"kv_rotation": kv_rotation},
+    "docs/kvcache.md": {
+        "kv_rotation": kv_rotation,
+        "kv_cache": kv_cache,
+        "kv_cache, figure": kv_cache_figure,
+    },
     "docs/state_formats.md": {
         "state_bits": state_bits,
         "weight kinds": weight_kind_bits,

@@ -199,6 +199,7 @@ def _print(
             "kv": arguments.kv,
             "kv_rotation": arguments.kv_rotation,
             "state": arguments.state,
+            "kv_keys": arguments.kv_keys,
             "activations": arguments.activations,
             "context": arguments.context,
             "scored": arguments.scored,

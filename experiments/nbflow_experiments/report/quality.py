@@ -103,7 +103,9 @@ def _spread(results: Results) -> str:
     rows = results.done
     if "perplexity" not in rows or rows.partition.nunique() < 2:
         return ""
-    more = [name for name in ("model", "kv", "kv_rotation", "state", "seed") if name in rows]
+    more = [
+        name for name in ("model", "kv", "kv_rotation", "state", "kv_keys", "seed") if name in rows
+    ]
     names = ["weights", *results.varying(more)]
     groups = rows.groupby(names).perplexity
     largest = float(((groups.max() - groups.min()) / groups.mean()).max())

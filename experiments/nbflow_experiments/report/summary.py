@@ -41,7 +41,7 @@ def statements(results: Results) -> list[str]:
     error = next((e for e in ("kld_mean_nats", "perplexity") if e in rows), "")
     if error and rows.weights.nunique() > 1:
         name = "KL divergence" if error == "kld_mean_nats" else "perplexity"
-        names = ("quantizer", "outliers", "kv", "kv_rotation", "state", "activations")
+        names = ("quantizer", "outliers", "kv", "kv_rotation", "state", "kv_keys", "activations")
         settings = ["weights", *results.varying([n for n in names if n in rows])]
         by_error = pareto(rows.drop_duplicates(settings), "bits_per_weight", error)
         items = (

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.kv_cache.codebooks import CODEBOOKS
 from nbflow_kernels.kv_cache.formats import kv_formats
+from nbflow_kernels.kv_cache.reference import encode
 from nbflow_kernels.op_case import OpCase
-from nbflow_kernels.quantizers import quantize
+from nbflow_kernels.position import rope_cos_sin_cache
 
 # Scores are dot products of D products with unit variance after scaling: float32 with 16 partial
 # sums gives about sqrt(D / 16 + 8) * 2**-24 * 4 = 1e-6 at |score| < 4, which is the relative error
@@ -18,6 +20,9 @@ from nbflow_kernels.quantizers import quantize
 # LSE has the absolute error of a score, times log2(e), and half an ulp at 16, 1e-6.
 ATOL = 3e-6
 HALF: dict[str, Any] = {"dtype": np.float16, "kv_layout": "HND"}  # the engine's cache
+MIXED = {"kv_format": "q4_0/q8_0"}
+# keys with a bias of 5 have a length of 40: scores up to 8, and a float32 table of rotations
+BEFORE_ROPE: dict[str, Any] = {"sm_scale": 0.05, "rtol": 4e-6}
 ON_DEVICES: dict[str, Any] = {"kv_layout": "HND", "timed": True, "device_only": True}
 PROMPT = (4096, 4096, 8, 2)
 REASON = "scores off by 1e-6 (float32 dot product), values up to 5; LSE up to 16"
@@ -56,6 +61,7 @@ def _single(
     dim_vo: int | None = None,
     mask: str = "",
     sinks: bool = False,
+    key_rope: int = 0,
     **options: Any,
 ) -> Callable[[np.random.Generator], dict[str, Any]]:
     """Return inputs of one request; T = 0 is decode, without the row axis."""
@@ -71,14 +77,17 @@ def _single(
         }
         if "kv_format" in options:
             for name, format in zip("kv", kv_formats(options["kv_format"]), strict=True):
-                flat = arguments[name].reshape(-1, arguments[name].shape[-1])
-                blocks = quantize(flat, format.name, quantizer="reference").data
-                arguments[name] = blocks.reshape(*rows, -1)
+                arguments[name] = encode(arguments[name], format.dtype, format.name)
         visible = rng.random((T, N)) < 0.5
         if mask == "bytes":
             arguments["custom_mask"] = visible
         elif mask == "bits":
             arguments["packed_custom_mask"] = np.packbits(visible, bitorder="little")
+        if key_rope:
+            arguments |= {
+                "key_cos_sin": rope_cos_sin_cache(N + 3, key_rope, theta=1e4),
+                "key_bias": 5 * rng.standard_normal((G, D)).astype(np.float32),
+            }
         if sinks:
             arguments["sinks"] = rng.standard_normal(H).astype(np.float32)
         return arguments
@@ -104,7 +113,8 @@ def _case(
     if "kv_format" in options:
         keys, values = kv_formats(options["kv_format"])
         row_bytes = keys.row_bytes(D) + values.row_bytes(D_vo)
-        cut, why = cut_of_values(int(values.name[1])), CUT_REASON
+        if values.name not in CODEBOOKS:  # these are decoded to float32 everywhere
+            cut, why = cut_of_values(int(values.name[1])), CUT_REASON
     pairs = max(T, 1) * N - (T * (T - 1) // 2 if options.get("causal") and T <= N else 0)
     plain = not options.get("return_lse") and not half
     atol, reason = (HALF_ATOL, HALF_REASON) if half else (ATOL, REASON)
@@ -194,6 +204,17 @@ CASES = [
     _case("natural_lse", 5, 90, 4, 2, 32, causal=True, return_lse=True, lse_base="e"),
     _case("scales", 5, 90, 4, 2, 32, scale_q=0.5, k_scale=1.5, v_scale=0.75, causal=True),
     _case("rotated", 5, 90, 4, 2, 36, causal=True, pos_encoding_mode="ROPE_LLAMA", rtol=4e-6),
+    *(
+        _case(f"keys_before_rope_{name}", *shape, **options, **BEFORE_ROPE)
+        for name, shape, options in (
+            ("q8_0", (6, 140, 6, 2, 64), {"causal": True, "key_rope": 64, "kv_format": "q8_0"}),
+            ("pairs", (6, 140, 6, 2, 64), {"key_rope": 20, "key_interleave": True, **MIXED}),
+            ("decode", (0, 140, 6, 2, 96), {"key_rope": 64, "window_left": 80, **MIXED}),
+            ("half", (5, 90, 4, 2, 48), {"key_rope": 48, **HALF}),
+        )
+    ),
+    _case("lm4", 5, 140, 4, 2, 64, causal=True, kv_format="lm4", return_lse=True),
+    _case("lm3_and_lm2", 0, 90, 6, 2, 96, kv_format="lm3/lm2"),
     _case("values_of_128", 3, 70, 2, 2, 192, dim_vo=128, causal=True, return_lse=True),
     _case("half", 5, 90, 4, 2, 48, causal=True, dtype=np.float16),
     _case("heads_first", 5, 90, 4, 2, 36, causal=True, kv_layout="HND", return_lse=True),

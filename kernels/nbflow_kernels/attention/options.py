@@ -104,6 +104,23 @@ def rope_table_for(options: Options, n_positions: int, head_dim: int) -> Any:
     return _rope_table(n_rows, head_dim, theta=theta, scale=scale)
 
 
+def check_key_rope(cos_sin: Any, head_dim: int, kv_lens: np.ndarray) -> None:
+    """Raise unless a table of rotations has a row for every key and pairs within a head."""
+    check_array("key_cos_sin", cos_sin, (None, None))
+    n_positions, rotary_dim = cos_sin.shape
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise UsageError(
+            f"key_cos_sin must have an even number of columns, at most head_dim = {head_dim}, got "
+            f"{rotary_dim}"
+        )
+    longest = int(kv_lens.max()) if len(kv_lens) else 0
+    if n_positions < longest:
+        raise UsageError(
+            f"key_cos_sin has {n_positions} rows, and a request has {longest} keys: make the table "
+            "for all positions"
+        )
+
+
 def mask_table(
     custom_mask: Any, packed_custom_mask: Any, qo_lens: np.ndarray, kv_lens: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, bool]:

@@ -120,6 +120,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         kv_format: str | None = None,
         variant: Any = None,
         attention_chunk: int = 0,
+        key_cos_sin: Any = None,
+        key_interleave: bool = False,
     ) -> AttentionPlan:
         """Schedule a step; the plan serves every layer with the same options.
 
@@ -167,7 +169,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
             ``"q8_0/q4_0"`` for keys and values; see `kv_formats`.
         variant : object, optional
             User-defined functions; see `AttentionVariant`.
-        attention_chunk : int
+        attention_chunk, key_cos_sin, key_interleave
             As in `single_prefill_with_kv_cache`.
 
         Returns
@@ -193,7 +195,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
             kv_data_type=kv_data_type, o_data_type=o_data_type, non_blocking=non_blocking,
             fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
             disable_page_sharing=disable_page_sharing, kv_format=kv_format, variant=variant,
-            attention_chunk=attention_chunk,
+            attention_chunk=attention_chunk, key_cos_sin=key_cos_sin,
+            key_interleave=key_interleave,
         )  # fmt: skip
 
     def run(
@@ -209,6 +212,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         return_lse: bool = False,
         window_left: int | None = None,
         sinks: Any = None,
+        key_bias: Any = None,
         lse_base: str = "2",
     ) -> Any:
         """Attend with the current plan.
@@ -233,6 +237,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
             Replaces the plan's window, also for later calls.
         sinks : array of float32, shape (H,), optional
             Per head, the score of an additional key without a value.
+        key_bias : array of float32, shape (G, D), optional
+            As in `single_prefill_with_kv_cache`.
         lse_base : str
             ``"2"`` or ``"e"``: base of the logarithm in the LSE.
 
@@ -249,7 +255,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
             If an argument is not an array or has another dtype.
         """
         call = AttentionCall(
-            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
+            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, key_bias=key_bias,
+            out=out, lse=lse,
             return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes.get("o"),
             tensor_cores=self._tensor_cores,
         )  # fmt: skip
@@ -327,6 +334,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         kv_format: str | None = None,
         variant: Any = None,
         attention_chunk: int = 0,
+        key_cos_sin: Any = None,
+        key_interleave: bool = False,
     ) -> AttentionPlan:
         """Schedule a step; the plan serves every layer with the same options.
 
@@ -341,7 +350,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
             Query rows of each request, with a causal mask among them.
         pos_encoding_mode, window_left, logits_soft_cap, q_data_type, kv_data_type, o_data_type
         sm_scale, rope_scale, rope_theta, non_blocking, fixed_split_size, disable_split_kv
-        disable_page_sharing, kv_format, variant, attention_chunk
+        disable_page_sharing, kv_format, variant, attention_chunk, key_cos_sin, key_interleave
             As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
         Returns
@@ -361,7 +370,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
             rope_theta=rope_theta, non_blocking=non_blocking, fixed_split_size=fixed_split_size,
             disable_split_kv=disable_split_kv, disable_page_sharing=disable_page_sharing,
             q_len_per_req=q_len_per_req, kv_format=kv_format, variant=variant,
-            attention_chunk=attention_chunk,
+            attention_chunk=attention_chunk, key_cos_sin=key_cos_sin,
+            key_interleave=key_interleave,
         )  # fmt: skip
 
     run = BatchPrefillWithPagedKVCacheWrapper.run

@@ -107,6 +107,8 @@ class PagedAttentionWrapper(PlannedWrapper):
         last_page_len: Any = None,
         q_len_per_req: int | None = None,
         n_keys: int | None = None,
+        key_cos_sin: Any = None,
+        key_interleave: bool = False,
         **options: Any,
     ) -> AttentionPlan:
         """Make and keep the plan, with the dtypes, format and variant that `run` checks.
@@ -134,6 +136,7 @@ class PagedAttentionWrapper(PlannedWrapper):
             plan = make_plan(
                 *tables, all_heads, page_size, chosen, custom_mask=custom_mask,
                 packed_custom_mask=packed_custom_mask, workspace=self._workspace,
+                key_cos_sin=key_cos_sin, key_interleave=key_interleave,
             )  # fmt: skip
             plan.waits_for_copies = not non_blocking
             return plan
@@ -142,7 +145,7 @@ class PagedAttentionWrapper(PlannedWrapper):
             self.current = make(tables)
             return self.current
         masks = {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask}
-        for name, value in {**masks, "variant": variant}.items():
+        for name, value in {**masks, "variant": variant, "key_cos_sin": key_cos_sin}.items():
             if value is not None:
                 raise UsageError(
                     f"{name} is not supported with use_cuda_graph=True: it has no buffer"

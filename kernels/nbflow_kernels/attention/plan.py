@@ -11,10 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_indptr, is_cuda
+from nbflow_kernels.arrays import check_indptr, empty, is_cuda
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu.scheduler import schedule
-from nbflow_kernels.attention.options import Options, check_heads, mask_table, rope_table_for
+from nbflow_kernels.attention.options import (
+    Options,
+    check_heads,
+    check_key_rope,
+    mask_table,
+    rope_table_for,
+)
 from nbflow_kernels.attention.plan_layout import (
     CHUNK,
     HEADER_SIZE,
@@ -177,6 +183,16 @@ class AttentionPlan:
         self.header[at.BIAS] += 4 * (CHUNK + longest - 1)
         self.header[at.BIAS_BYTES] = padded.strides[0]
 
+    def set_key_rope(self, cos_sin: Any, interleave: bool) -> None:
+        """Set the RoPE of keys that are stored before it; each is rotated by its index.
+
+        `cos_sin`, float32 (n_positions, rotary_dim), is a table of `rope_cos_sin_cache` with a row
+        for every key; `interleave` rotates pairs of neighbours.
+        """
+        self.set_table(at.KEY_ROPE, cos_sin)
+        self.header[at.KEY_ROPE_DIM] = cos_sin.shape[1]
+        self.header[at.KEY_ROPE_NEOX] = not interleave
+
     def set_window(self, window_left: int) -> None:
         """Set the window for later fills; -1 for none."""
         self.window_left = max(int(window_left), -1)
@@ -289,6 +305,8 @@ def make_plan(
     custom_mask: Any = None,
     packed_custom_mask: Any = None,
     workspace: Any = None,
+    key_cos_sin: Any = None,
+    key_interleave: bool = False,
 ) -> AttentionPlan:
     """Make and fill a plan for any options; the page table (`kv_*`) is already checked."""
     check_heads(*heads)
@@ -307,8 +325,23 @@ def make_plan(
         plan.set_table(at.SLOPES, alibi_slopes(heads[0]))
     elif options.pos_encoding_mode == "ROPE_LLAMA":
         set_rotation(plan, options, kv_lens)
+    if key_cos_sin is not None:
+        check_key_rope(key_cos_sin, heads[2], kv_lens)
+        plan.set_key_rope(key_cos_sin, key_interleave)
     plan_into(plan, qo_indptr, kv_indptr, kv_indices, kv_lens)
     return plan
+
+
+def padded_key_bias(bias: Any) -> Any:
+    """Return a key bias (G, D) with zeros up to a multiple of 16 columns, as kernels read it."""
+    G, D = bias.shape
+    wide = -(-D // 16) * 16
+    if wide == D:
+        return bias
+    padded = empty(bias, (G, wide))
+    padded[...] = 0.0
+    padded[:, :D] = bias
+    return padded
 
 
 def set_rotation(plan: AttentionPlan, options: Options, kv_lens: np.ndarray) -> None:

@@ -80,7 +80,15 @@ NO_SOFTMAX = 39
 """1 if scores are the weights."""
 RANGE_HOOK = 40
 """Compiled function of a variant that narrows the range of visible keys of a chunk, or 0."""
-HEADER_SIZE = 41
+KEY_ROPE = 41
+"""float32 (positions, KEY_ROPE_DIM): cosines and sines of RoPE of keys as they are read, or 0."""
+KEY_ROPE_DIM = 42
+"""Columns of a key that are rotated."""
+KEY_ROPE_NEOX = 43
+"""1 to rotate the pairs (j, j + KEY_ROPE_DIM / 2), 0 for neighbours."""
+KEY_BIAS = 44
+"""float32 (G, DIM_QK in multiples of 16): added to the keys as they are read, or 0."""
+HEADER_SIZE = 45
 
 # ---- columns of the item table and the merge table ----------------------------------------------
 ITEM_COLUMNS = (

@@ -10,7 +10,7 @@ import numpy as np
 from nbflow_kernels.attention.variants import with_position
 from nbflow_kernels.kv_cache.formats import split_names
 from nbflow_kernels.kv_cache.reference import decode
-from nbflow_kernels.position.reference import alibi_slopes
+from nbflow_kernels.position.reference import alibi_slopes, rotate_pairs
 
 
 def single_prefill_with_kv_cache(
@@ -49,6 +49,9 @@ def attend(
     variant: Any = None,
     lse_base: str = "2",
     attention_chunk: int = 0,
+    key_cos_sin: np.ndarray | None = None,
+    key_interleave: bool = False,
+    key_bias: np.ndarray | None = None,
     bias: np.ndarray | None = None,
 ) -> Any:
     """See `nbflow_kernels.single_prefill_with_kv_cache`; adds `bias` (H, T, n) to the scores."""
@@ -59,6 +62,10 @@ def attend(
         k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
     n, G, _ = k.shape
     q = q * _per_head(scale_q)
+    if key_bias is not None:
+        k = k + key_bias
+    if key_cos_sin is not None:
+        k = rotate_pairs(k, key_cos_sin[:n], key_interleave)
     k = k * _per_head(scale_k) * (1.0 if k_scale is None else k_scale)
     v = v * _per_head(scale_v) * (1.0 if v_scale is None else v_scale)
     position = np.arange(T) + n - T  # row T - 1 is at the last key
@@ -267,7 +274,13 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return tokens
 
     def run(
-        self, q: np.ndarray, paged_kv_cache: Any, *, return_lse: bool = False, sinks: Any = None
+        self,
+        q: np.ndarray,
+        paged_kv_cache: Any,
+        *,
+        return_lse: bool = False,
+        sinks: Any = None,
+        key_bias: Any = None,
     ) -> Any:
         """Attend request by request."""
         if isinstance(paged_kv_cache, tuple):
@@ -286,7 +299,14 @@ class BatchPrefillWithPagedKVCacheWrapper:
                 size = (rows.stop - rows.start) * len(k)
                 mask, start = self._mask[start : start + size], start + size
             out[rows], lse[rows] = single_prefill_with_kv_cache(
-                q[rows], k, v, custom_mask=mask, return_lse=True, sinks=sinks, **self._options
+                q[rows],
+                k,
+                v,
+                custom_mask=mask,
+                return_lse=True,
+                sinks=sinks,
+                key_bias=key_bias,
+                **self._options,
             )
         return (out, lse) if return_lse else out
 

@@ -13,7 +13,7 @@ from nbflow_kernels.attention import cuda
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu import launch
 from nbflow_kernels.attention.options import head_factors, output_dtype
-from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.attention.plan import AttentionPlan, padded_key_bias
 from nbflow_kernels.attention.variants import AttentionVariant, read_variant
 from nbflow_kernels.cpu.parallel_for import together
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -27,6 +27,7 @@ class AttentionCall:
     k_scale: Any = None
     v_scale: Any = None
     sinks: Any = None
+    key_bias: Any = None
     out: Any = None
     lse: Any = None
     return_lse: bool = False
@@ -50,6 +51,8 @@ def check_variant(
         )
     if plan.table(at.ROPE) is not None:
         raise UsageError("variant does not support pos_encoding_mode='ROPE_LLAMA'; rotate q and k")
+    if plan.table(at.KEY_ROPE) is not None:
+        raise UsageError("variant does not support key_cos_sin; rotate keys before the cache")
     functions = read_variant(variant)
     if call.sinks is not None and not functions.use_softmax:
         raise UsageError("sinks need a softmax, and variant.use_softmax is False")
@@ -138,6 +141,7 @@ def _prepare(run: PlannedRun) -> AttentionVariant | None:
     plan.set_factors(scores, head_factors(H, H // G, None, None, call.v_scale))
     if call.sinks is not None or plan.table(at.SINKS) is not None:
         plan.set_table(at.SINKS, call.sinks)
+    _set_key_bias(plan, call.key_bias, q)
     plan.header[at.LSE_NATURAL] = call.lse_base == "e"
     run.out, run.lse = call.out, call.lse
     written = dtype if is_cuda(q) else np.dtype(np.float32)  # by the kernels
@@ -146,6 +150,19 @@ def _prepare(run: PlannedRun) -> AttentionVariant | None:
     if run.lse is None and call.return_lse:
         run.lse = empty(q, (plan.n_query_rows, H))
     return functions
+
+
+def _set_key_bias(plan: AttentionPlan, bias: Any, q: Any) -> None:
+    """Check the bias of keys that are stored before RoPE, and set it in the plan."""
+    if bias is not None:
+        if plan.table(at.KEY_ROPE) is None:
+            raise UsageError("key_bias is for keys stored before RoPE; give key_cos_sin too")
+        check_array("key_bias", bias, (plan.heads[1], plan.heads[2]))
+        if is_cuda(bias) != is_cuda(q):
+            check_together(q=q, key_bias=bias)
+        bias = padded_key_bias(bias)
+    if bias is not None or plan.table(at.KEY_BIAS) is not None:
+        plan.set_table(at.KEY_BIAS, bias)
 
 
 def _run_cpu(run: PlannedRun, functions: AttentionVariant | None) -> None:

@@ -43,6 +43,9 @@ def single_prefill_with_kv_cache(
     variant: Any = None,
     lse_base: str = "2",
     attention_chunk: int = 0,
+    key_cos_sin: Any = None,
+    key_interleave: bool = False,
+    key_bias: Any = None,
     out: Any = None,
     lse: Any = None,
 ) -> Any:
@@ -104,6 +107,15 @@ def single_prefill_with_kv_cache(
         ``"2"`` or ``"e"``: base of the logarithm in the LSE.
     attention_chunk : int
         Rows see keys of the same chunk of this many positions only (Llama 4); 0 for none.
+    key_cos_sin : array of float32, shape (n_positions, rotary_dim), optional
+        Table of `rope_cos_sin_cache` for keys that are stored before RoPE (`k` holds them so): the
+        first `rotary_dim` columns of key n are rotated by row n as they are read.  Queries are not
+        changed; rotate them before.
+    key_interleave : bool
+        Rotate pairs of neighbours (2j, 2j + 1) of the keys instead of (j, j + rotary_dim / 2).
+    key_bias : array of float32, shape (G, D), optional
+        Added to the keys as they are read, before the RoPE of `key_cos_sin`: the part of all keys
+        that a quantized cache need not hold.
     out : array of the result's dtype, shape (T, H, D_v), optional
         Output array.
     lse : array of float32, shape (T, H), optional
@@ -156,10 +168,13 @@ def single_prefill_with_kv_cache(
     )  # fmt: skip
     call = AttentionCall(
         q_scale=scale_q, k_scale=_both("k", scale_k, k_scale), v_scale=_both("v", scale_v, v_scale),
-        sinks=sinks, out=out, lse=lse, return_lse=return_lse, lse_base=lse_base, o_dtype=o_dtype,
+        sinks=sinks, key_bias=key_bias, out=out, lse=lse, return_lse=return_lse,
+        lse_base=lse_base, o_dtype=o_dtype,
     )  # fmt: skip
-    masks = (custom_mask, packed_custom_mask)
-    return run_plan(single_run(q, k, v, options, call, kv_format, variant, *masks))
+    masks, key_rope = (custom_mask, packed_custom_mask), (key_cos_sin, key_interleave)
+    return run_plan(
+        single_run(q, k, v, options, call, kv_format, variant, *masks, key_rope=key_rope)
+    )
 
 
 def single_decode_with_kv_cache(
@@ -184,6 +199,9 @@ def single_decode_with_kv_cache(
     variant: Any = None,
     lse_base: str = "2",
     attention_chunk: int = 0,
+    key_cos_sin: Any = None,
+    key_interleave: bool = False,
+    key_bias: Any = None,
     out: Any = None,
     lse: Any = None,
 ) -> Any:
@@ -203,7 +221,7 @@ def single_decode_with_kv_cache(
     q_scale, k_scale, v_scale : float, optional
         Factors of the query, the keys and the values.
     window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, return_lse, sinks, kv_format
-    variant, lse_base, attention_chunk
+    variant, lse_base, attention_chunk, key_cos_sin, key_interleave, key_bias
         As in `single_prefill_with_kv_cache`.
     out : array of the dtype of `q`, shape (H, D_v), optional
         Output array.
@@ -236,11 +254,15 @@ def single_decode_with_kv_cache(
         rope_scale=rope_scale, rope_theta=rope_theta, disable_split_kv=variant is not None,
     )  # fmt: skip
     call = AttentionCall(
-        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, return_lse=return_lse,
+        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, key_bias=key_bias,
+        return_lse=return_lse,
         lse_base=lse_base, out=None if out is None else out[None],
         lse=None if lse is None else lse[None], tensor_cores=use_tensor_cores,
     )  # fmt: skip
-    result = run_plan(single_run(q[None], k, v, options, call, kv_format, variant))
+    key_rope = key_cos_sin, key_interleave
+    result = run_plan(
+        single_run(q[None], k, v, options, call, kv_format, variant, key_rope=key_rope)
+    )
     if return_lse:
         found, found_lse = result
         return found[0] if out is None else out, found_lse[0] if lse is None else lse
@@ -257,6 +279,7 @@ def single_run(
     variant: Any,
     custom_mask: Any = None,
     packed_custom_mask: Any = None,
+    key_rope: tuple[Any, bool] = (None, False),
 ) -> PlannedRun:
     """Check and plan the rows of one request."""
     check_array("q", q, (None, None, None), (np.float32, np.float16), rows=True)
@@ -265,7 +288,7 @@ def single_run(
             dtypes = (np.float32, np.float16, np.uint16)  # bits of bfloat16
             check_array(name, rows, (None, None, None), dtypes, any_stride=True)
     formats = formats_of(k, v, kv_format)
-    plan = _plan_one(q, k, v, options, formats, custom_mask, packed_custom_mask)
+    plan = _plan_one(q, k, v, options, formats, custom_mask, packed_custom_mask, key_rope)
     kinds = (formats[0].kind, formats[1].kind)
     return PlannedRun(plan, q, k[None], v[None], kinds, call, variant)
 
@@ -288,6 +311,7 @@ def _plan_one(
     formats: tuple[KVFormat, KVFormat],
     custom_mask: Any,
     packed: Any,
+    key_rope: tuple[Any, bool],
 ) -> AttentionPlan:
     """Check keys and values; return a plan with all keys on one page."""
     T, H, D = q.shape
@@ -301,7 +325,7 @@ def _plan_one(
     return make_plan(
         np.array([0, T], np.int32), np.array([0, 1 if N else 0], np.int32), np.zeros(1, np.int32),
         np.array([N], np.int32), (H, G, D, D_v), max(N, 1), options, custom_mask=custom_mask,
-        packed_custom_mask=packed,
+        packed_custom_mask=packed, key_cos_sin=key_rope[0], key_interleave=key_rope[1],
     )  # fmt: skip
 
 

@@ -14,11 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.attention.reference import single_prefill_with_kv_cache
-from nbflow_kernels.formats import dequantize
 from nbflow_kernels.kv_cache.cpu_codec import KINDS
-from nbflow_kernels.kv_cache.float8 import FLOAT8, decode_float8, encode_float8
 from nbflow_kernels.kv_cache.formats import kv_format
-from nbflow_kernels.quantizers import quantize
+from nbflow_kernels.kv_cache.reference import decode, encode
 
 HEAD_DIM = 128
 HEADER = (
@@ -37,10 +35,9 @@ def sample() -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float
 
 def stored(x: NDArray[np.float64], format: str) -> NDArray[np.float64]:
     """Return numbers (n, G, D) after they were in a cache of that format."""
-    if format in FLOAT8:
-        return decode_float8(encode_float8(x, format), format)
-    rows = quantize(x, kv_format(format).name, quantizer="reference")
-    return dequantize(rows).astype(np.float64)
+    there = kv_format(format)
+    rows = encode(x.astype(np.float32), there.dtype, there.name)
+    return decode(rows, there.name, x.shape[-1])
 
 
 @functools.cache

@@ -5,6 +5,7 @@
 `twice_low(v)` / `twice_high(v)`      lanes 0, 0, 1, 1 ... 7, 7 (8, 8 ... 15, 15)
 `swap_pairs(v)`                       lanes 1, 0, 3, 2 ... 15, 14; float32 or int32
 `negate_evens(v)`                     lanes 0, 2, 4... with the other sign
+`lookup(table, index)`                table[index] of int32, index below 16
 ====================================  =========================================================
 """
 
@@ -13,9 +14,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from llvmlite import ir
 from numba.core import errors
 
-from nbflow_kernels.cpu import interpreter, llvm
+from nbflow_kernels.cpu import interpreter, isa, llvm
 from nbflow_kernels.cpu.llvm import I32, LANES
 from nbflow_kernels.cpu.simd import f32x16, i32x16
 
@@ -72,3 +74,34 @@ def negate_evens(typing_context, v):
         return builder.bitcast(builder.xor(bits, signs), f32x16.llvm)
 
     return f32x16(v), codegen
+
+
+def emit_lookup(builder: Any, table: Any, index: Any, features: frozenset[str]) -> Any:
+    """Look each int32 lane up in a table of 16."""
+    if "avx512f" in features:
+        name = "llvm.x86.avx512.permvar.si.512"
+        return llvm.call(builder, name, table.type, [table, index])
+    result = ir.Constant(table.type, ir.Undefined)
+    for lane in range(LANES):
+        place = ir.Constant(I32, lane)
+        entry = builder.extract_element(table, builder.extract_element(index, place))
+        result = builder.insert_element(result, entry, place)
+    return result
+
+
+def make_lookup(features: frozenset[str]) -> Any:
+    """Return `lookup` for a processor."""
+
+    def lookup(typing_context, table, index):
+        if table != i32x16 or index != i32x16:
+            raise errors.TypingError(f"simd_shuffle.lookup: wanted int32, got {table}, {index}")
+
+        def codegen(context, builder, signature, args):
+            return emit_lookup(builder, args[0], args[1], features)
+
+        return i32x16(table, index), codegen
+
+    return intrinsic(lookup)
+
+
+lookup = make_lookup(isa.features())

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.kv_cache.cpu_codec import FIRST_BLOCK_KIND, KINDS
-from nbflow_kernels.kv_cache.float8 import FLOAT8, encode_float8
 from nbflow_kernels.kv_cache.formats import kv_format, kv_formats, split_names
+from nbflow_kernels.kv_cache.reference import encode
 from nbflow_kernels.op_case import OpCase, exact_case
 from nbflow_kernels.position import rope_cos_sin_cache
-from nbflow_kernels.quantizers import quantize
 
 COPY = "copies, rounded or encoded once in the cache's format"
 # x cos - y sin with |x|, |y| < 5: one product below 5 is rounded, then the sum below 7.1
@@ -36,12 +35,7 @@ def _pages(
     """Return pages of unit-variance numbers in a format; `shape` is the shape of a page."""
     values = rng.standard_normal((n_pages, *shape, D)).astype(np.float32)
     stored = kv_format(format)
-    if stored.dtype.kind == "f":
-        return values.astype(stored.dtype)
-    if format in FLOAT8:
-        return encode_float8(values, format)
-    data = quantize(values, format, quantizer="reference").data
-    return data.view(stored.dtype).reshape(n_pages, *shape, stored.row_length(D))
+    return encode(values, stored.dtype, format)
 
 
 def _cache(

@@ -60,6 +60,9 @@ from nbflow_kernels.formats.affine_format import (
 )
 from nbflow_kernels.formats.bit_fields import reciprocal
 from nbflow_kernels.formats.registry import QuantFormat
+from nbflow_kernels.kv_cache.codebooks import BLOCK_SIZE as CODEBOOK_BLOCK
+from nbflow_kernels.kv_cache.codebooks import CODEBOOKS, SCALE_BYTES, Codebook
+from nbflow_kernels.kv_cache.cpu_codebook import codebook_codes, levels_of
 from nbflow_kernels.kv_cache.cpu_float8 import decode_float8_row, encode_float8_row
 from nbflow_kernels.kv_cache.float8 import FLOAT8
 
@@ -76,7 +79,11 @@ ZERO, N_CODES, RULE, DIVISOR = range(9, 13)
 # Pair codes have a high plane of 2 bits shifted by LOW_BITS, a top plane of single bits, perhaps a
 # second plane of 4 bits (-1: none), a radix, and its reciprocal for division.
 TOP_AT, TOP_SHIFT, MIDDLE_AT, RADIX, RECIPROCAL = range(13, 18)
-N_COLUMNS = 18
+CODEBOOK = 18
+"""Bits of a codebook that codes index (`codebooks.py`; DIVISOR is its unit), or 0."""
+N_COLUMNS = 19
+GAUSSIAN = 6
+"""Scale rule of codebooks, after those of `formats/affine_format.py`."""
 
 
 def _layout(format: AffineFormat) -> tuple[int, ...]:
@@ -94,7 +101,7 @@ def _layout(format: AffineFormat) -> tuple[int, ...]:
         if (high.bits, top.bits) == (2, 1):
             mode = (PAIRS, low.at, 0, high.at, high.shift)
             pairs = (top.at, top.shift, middle_at, code.radix, reciprocal(code.radix))
-            return *head, *mode, *map(int, rule), *pairs
+            return *head, *mode, *map(int, rule), *pairs, 0
     modes = {
         (8, 1): SIGNED if code.signed else BYTES,
         (4, 1): NIBBLES,
@@ -106,7 +113,18 @@ def _layout(format: AffineFormat) -> tuple[int, ...]:
         raise ValueError(f"{format.name}: the cache kernels do not support bit planes {planes}")
     high_bits, high_at = (rest[0].bits, rest[0].at) if rest else (0, 0)
     mode = (mode_of_low, low.at, high_bits, high_at, low.bits)
-    return *head, *mode, *map(int, rule), 0, 0, -1, 0, 0
+    return *head, *mode, *map(int, rule), 0, 0, -1, 0, 0, 0
+
+
+def _codebook_layout(book: Codebook) -> tuple[int, ...]:
+    """Return the LAYOUTS row of a codebook format."""
+    head = (CODEBOOK_BLOCK, book.block_bytes, 0, -1)
+    if book.bits == 4:
+        mode = (NIBBLES, SCALE_BYTES, 0, 0, 4)
+    else:
+        high_at = SCALE_BYTES + CODEBOOK_BLOCK // 4
+        mode = (CRUMBS, SCALE_BYTES, book.bits - 2, high_at if book.bits > 2 else 0, 2)
+    return *head, *mode, 0, 1 << book.bits, GAUSSIAN, book.unit, 0, 0, -1, 0, 0, book.bits
 
 
 def _can_hold_a_cache(format: QuantFormat) -> TypeGuard[AffineFormat]:
@@ -120,14 +138,18 @@ _BLOCK_LAYOUTS = {
 }
 _FLOATS = {"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2)}
 
-KINDS: dict[str, int] = {name: i for i, name in enumerate([*_FLOATS, *_BLOCK_LAYOUTS, *FLOAT8])}
-"""Format name to kernel number: floats first, then block formats, then float8."""
-FIRST_FLOAT8_KIND = FIRST_BLOCK_KIND + len(_BLOCK_LAYOUTS)
+KINDS: dict[str, int] = {
+    name: i for i, name in enumerate([*_FLOATS, *_BLOCK_LAYOUTS, *CODEBOOKS, *FLOAT8])
+}
+"""Format name to kernel number: floats first, then block formats, codebooks and float8."""
+FIRST_CODEBOOK_KIND = FIRST_BLOCK_KIND + len(_BLOCK_LAYOUTS)
+FIRST_FLOAT8_KIND = FIRST_CODEBOOK_KIND + len(CODEBOOKS)
 
 LAYOUTS = np.zeros((len(KINDS), N_COLUMNS), np.int64)
 """One row per kind, with the columns above."""
 LAYOUTS[:FIRST_BLOCK_KIND, :2] = list(_FLOATS.values())
-LAYOUTS[FIRST_BLOCK_KIND:FIRST_FLOAT8_KIND] = list(_BLOCK_LAYOUTS.values())
+LAYOUTS[FIRST_BLOCK_KIND:FIRST_CODEBOOK_KIND] = list(_BLOCK_LAYOUTS.values())
+LAYOUTS[FIRST_CODEBOOK_KIND:FIRST_FLOAT8_KIND] = list(map(_codebook_layout, CODEBOOKS.values()))
 LAYOUTS[FIRST_FLOAT8_KIND:, [BLOCK, BLOCK_BYTES, MODE]] = 1, 1, MINIFLOAT
 LAYOUTS[FIRST_FLOAT8_KIND:, [LOW_BITS, ZERO, N_CODES]] = list(FLOAT8.values())
 
@@ -216,6 +238,7 @@ def _copy_signed(source, n_blocks, factor, target):
 def _copy_4_bits(kind, source, n_blocks, halves, factor, target):
     """Decode full blocks of a scale, an optional base, and 32 codes in 16 bytes."""
     block_bytes, low_at = LAYOUTS[kind, BLOCK_BYTES], LAYOUTS[kind, LOW_AT]
+    codebook = LAYOUTS[kind, CODEBOOK]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
     f, zero = simd.splat(factor), simd.splat_i32(LAYOUTS[kind, ZERO])
     for b in range(n_blocks):
@@ -227,6 +250,8 @@ def _copy_4_bits(kind, source, n_blocks, halves, factor, target):
             first, second = simd.and_(byte, simd.splat_i32(15)), simd.shr(byte, simd.splat_i32(4))
         else:
             first, second = load_fields4(at + low_at), load_fields4(at + low_at + 8)
+        if codebook != 0:
+            first, second = levels_of(codebook, first), levels_of(codebook, second)
         v = simd.fma(scale, simd.to_f32(simd.sub(first, zero)), base)
         w = simd.fma(scale, simd.to_f32(simd.sub(second, zero)), base)
         simd.store_f32(to, simd.mul(v, f))
@@ -258,7 +283,7 @@ def _copy_any(kind, source, n, factor, target, padded):
 
 @jit.device_function
 def _load_codes(kind, at, i):
-    """Return codes i .. i + 15 of the block at `at`."""
+    """Return codes i .. i + 15 of the block at `at`, or the levels that they index."""
     mode, low_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, LOW_BITS]
     high_bits, high = LAYOUTS[kind, HIGH_BITS], at + LAYOUTS[kind, HIGH_AT]
     low = at + LAYOUTS[kind, LOW_AT]
@@ -279,6 +304,8 @@ def _load_codes(kind, at, i):
         code = simd.or_(code, simd.shl(load_fields1(high + (i >> 3)), simd.splat_i32(low_bits)))
     elif high_bits == 2:
         code = simd.or_(code, simd.shl(load_fields2(high + (i >> 2)), simd.splat_i32(low_bits)))
+    if LAYOUTS[kind, CODEBOOK] != 0:
+        code = levels_of(LAYOUTS[kind, CODEBOOK], code)
     return code
 
 
@@ -358,6 +385,9 @@ def _write_block(kind, x, count, at):
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
     count = min(count, block)
     last = read_f32(x + 4 * (count - 1))
+    if rule == GAUSSIAN:
+        _write_codebook_block(kind, x, count, last, at)
+        return
     base, scale, inverse, finite = _parameters(
         rule, x, count, block, last, np.float32(LAYOUTS[kind, DIVISOR])
     )
@@ -388,6 +418,15 @@ def _write_block(kind, x, count, at):
         else:
             a, b = _codes(v, base, inverse, half, top), _codes(w, base, inverse, half, top)
         _store_codes(kind, at, i, a, b)
+
+
+@jit.device_function(strict=True)
+def _write_codebook_block(kind, x, count, last, at):
+    """Encode up to 32 numbers as a block of codes of a codebook."""
+    bits, unit = LAYOUTS[kind, CODEBOOK], LAYOUTS[kind, DIVISOR]
+    scale, finite, a, b = codebook_codes(bits, unit, x, count, last)
+    write_u16(at, simd.float_to_half(scale) if finite else _NAN_HALF)
+    _store_codes(kind, at, 0, a, b)
 
 
 @jit.device_function(strict=True)

@@ -7,21 +7,22 @@
 
 enum Kind { F32, F16, BF16, FIRST_BLOCK_KIND };
 enum Mode { SIGNED, BYTES, NIBBLES, HALVES, CRUMBS, PAIRS, MINIFLOAT };
-// Scale rules of the published quantizers, `formats/affine_format.py`.
-enum Rule { RANGE, MIDRISE, ABSMAX, GGML_EXTREME, GGML_RANGE, GGML_ABSMAX };
+// Scale rules of the published quantizers, `formats/affine_format.py`; GAUSSIAN: of codebooks, `codebooks.py`.
+enum Rule { RANGE, MIDRISE, ABSMAX, GGML_EXTREME, GGML_RANGE, GGML_ABSMAX, GAUSSIAN };
 
 constexpr u16 NAN_HALF = 0x7e00;
 
 // A format's KIND and its row of LAYOUTS, in column order.
 template <int Kind, int Block, int BlockBytes, int ScaleAt, int BaseAt, int Mode, int LowAt,
           int HighBits, int HighAt, int LowBits, int Zero, int NCodes, int Rule, int Divisor,
-          int TopAt, int TopShift, int MiddleAt, int Radix, int Reciprocal>
+          int TopAt, int TopShift, int MiddleAt, int Radix, int Reciprocal, int Codebook>
 struct Format {
     static constexpr int KIND = Kind, BLOCK = Block, BLOCK_BYTES = BlockBytes, SCALE_AT = ScaleAt,
                          BASE_AT = BaseAt, MODE = Mode, LOW_AT = LowAt, HIGH_BITS = HighBits,
                          HIGH_AT = HighAt, LOW_BITS = LowBits, ZERO = Zero, N_CODES = NCodes,
                          RULE = Rule, DIVISOR = Divisor, TOP_AT = TopAt, TOP_SHIFT = TopShift,
-                         MIDDLE_AT = MiddleAt, RADIX = Radix, RECIPROCAL = Reciprocal;
+                         MIDDLE_AT = MiddleAt, RADIX = Radix, RECIPROCAL = Reciprocal,
+                         CODEBOOK = Codebook;
     static constexpr bool FLOAT = Kind < FIRST_BLOCK_KIND;
     static constexpr bool FLOAT8 = Mode == MINIFLOAT && Kind >= FIRST_BLOCK_KIND;
     static constexpr int ITEM = Kind == F32 ? 4 : 2;  // bytes of a float element
@@ -81,6 +82,26 @@ DEV u8 float8_code(float x) {
     return sign | min(((exponent - LEAST) << F::LOW_BITS) + count, (u32)F::N_CODES);
 }
 
+// ---- codebooks of 2, 3 or 4 bits: `codebooks.py`
+
+// Level of a code; the positive levels are bytes of a constant.
+template <class F>
+DEV int codebook_level(int code) {
+    constexpr u64 LEVELS = F::CODEBOOK == 4 ? 0x7e5f4a3a2b1e1206ull : F::CODEBOOK == 3 ? 0x7f4f2d0eull : 0x7f26ull;
+    constexpr int HALF = (1 << F::CODEBOOK) >> 1;
+    const int n = code >= HALF ? code - HALF : HALF - 1 - code;
+    const int level = LEVELS >> 8 * n & 255;
+    return code >= HALF ? level : -level;
+}
+
+template <class F>
+DEV int nearest_code(float steps) {
+    int code = 0;
+    for (int j = 0; j + 1 < 1 << F::CODEBOOK; j++)
+        code += steps >= 0.5f * (codebook_level<F>(j) + codebook_level<F>(j + 1));
+    return code;
+}
+
 // ---- decode ------------------------------------------------------------------------------------
 
 // Field i of a plane of `bits`-bit fields, lowest bits first.
@@ -108,6 +129,7 @@ DEV int load_code(const u8* block, int i) {
     if constexpr (F::MODE == CRUMBS) code = field(low, i, 2);
     if constexpr (F::HIGH_BITS > 0)
         code |= field(block + F::HIGH_AT, i, F::HIGH_BITS) << F::LOW_BITS;
+    if constexpr (F::CODEBOOK > 0) return codebook_level<F>(code);
     return code;
 }
 
@@ -137,14 +159,34 @@ DEV float warp_max(float x) {
     return x;
 }
 
+// Sum of a warp, by halves, without contractions.
+DEV float warp_total(float x) {
+    for (int step = 16; step; step >>= 1) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
+
 struct Parameters {
     float base, scale, inverse;  // inverse: 1 / scale, or 0 if the scale counts as 0
     bool finite;
 };
 
 // Scale and base of a block held by a warp: x[0] per lane, and x[1] for blocks of 64.
+// Least-squares scale of a block in a codebook, one number per lane.
+template <class F>
+DEV Parameters codebook_parameters(float x) {
+    const float energy = warp_total(__fmul_rn(x, x));
+    Parameters p = {0, 0, 0, __fsub_rn(energy, energy) == 0};
+    const bool zero = energy < 1e-14f;
+    if (p.finite && !zero) p.inverse = __fdiv_rn((float)F::DIVISOR, __fsqrt_rn(__fdiv_rn(energy, 32.0f)));
+    const float level = codebook_level<F>(nearest_code<F>(__fmul_rn(x, p.inverse)));
+    const float size = warp_total(__fmul_rn(level, level)), match = warp_total(__fmul_rn(x, level));
+    if (!zero) p.scale = __fdiv_rn(match, size);
+    return p;
+}
+
 template <class F>
 DEV Parameters block_parameters(const float* x) {
+    if constexpr (F::CODEBOOK > 0) return codebook_parameters<F>(x[0]);
     constexpr int N = F::BLOCK / 32;
     float low = x[0], high = x[0];
     bool good = true;
@@ -183,6 +225,7 @@ DEV int half_up(float x) {  // x >= 0, round half up
 
 template <class F>
 DEV int encode_number(float x, float base, float inverse) {
+    if constexpr (F::CODEBOOK > 0) return nearest_code<F>(inverse == 0 ? 0.0f : __fmul_rn(x, inverse));
     if (F::RULE == ABSMAX || F::RULE == GGML_ABSMAX) {
         const float steps = __fmul_rn(x, inverse);
         const int up = half_up<F>(fminf(fmaxf(steps, 0.0f), 127.0f));

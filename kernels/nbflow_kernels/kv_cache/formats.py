@@ -69,7 +69,7 @@ def kv_format(name: str) -> KVFormat:
     name : str
         ``f32``, ``f16``, ``bf16``, ``f8_e4m3``, ``f8_e5m2``, or a block format of `FORMATS` whose
         blocks have 32 or 64 numbers, by its explicit or short name: ``q8_0 q5_1 q5_0 q4_1 q4_0``,
-        ``q8 q6 q5 q4 q3h q3 q2``.
+        ``q8 q6 q5 q4 q3h q3 q2``; or a codebook ``lm4 lm3 lm2``.
 
     Returns
     -------

@@ -7,20 +7,24 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.kv_cache.codebooks import CODEBOOKS, decode_codebook, encode_codebook
 from nbflow_kernels.kv_cache.float8 import FLOAT8, decode_float8, encode_float8
 from nbflow_kernels.kv_cache.formats import split_names
+from nbflow_kernels.position.reference import rotate_pairs
 from nbflow_kernels.quantizers import quantize
 
 
-def encode(row: np.ndarray, dtype: Any, kv_format: str | None) -> np.ndarray:
-    """Return a head vector (D,) encoded for a cache of this dtype."""
+def encode(rows: np.ndarray, dtype: Any, kv_format: str | None) -> np.ndarray:
+    """Return head vectors (..., D) encoded for a cache of this dtype."""
     if kv_format is None or np.dtype(dtype).kind == "f":
         with np.errstate(over="ignore"):  # above 65504, float16 is infinite
-            return row.astype(dtype)
+            return rows.astype(dtype)
     if kv_format in FLOAT8:
-        return encode_float8(row, kv_format).view(dtype)
-    stored: np.ndarray = quantize(row, kv_format, quantizer="reference").data[0].view(dtype)
-    return stored
+        return encode_float8(rows, kv_format).view(dtype)
+    if kv_format in CODEBOOKS:
+        return encode_codebook(rows, kv_format)
+    flat = quantize(rows.reshape(-1, rows.shape[-1]), kv_format, quantizer="reference")
+    return flat.data.view(dtype).reshape(*rows.shape[:-1], -1)
 
 
 def decode(rows: np.ndarray, kv_format: str | None, head_dim: int | None) -> np.ndarray:
@@ -29,6 +33,8 @@ def decode(rows: np.ndarray, kv_format: str | None, head_dim: int | None) -> np.
         return rows.astype(np.float64)
     if kv_format in FLOAT8:
         return decode_float8(rows, kv_format)
+    if kv_format in CODEBOOKS:
+        return decode_codebook(rows, kv_format)[..., :head_dim]
     format = FORMATS[kv_format]
     blocks = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, format.block_bytes)
     values: np.ndarray = format.dequantize_blocks(blocks).astype(np.float64)
@@ -63,7 +69,7 @@ def append_paged_kv_cache(
 ) -> None:
     """See `nbflow_kernels.append_paged_kv_cache`."""
     if cos_sin is not None:
-        append_key = _rotate(append_key, cos_sin[positions], interleave)
+        append_key = rotate_pairs(append_key, cos_sin[positions], interleave)
     caches, names = _split(paged_kv_cache), split_names(kv_format)
     for rows, cache, name in zip((append_key, append_value), caches, names, strict=True):
         pages = _pages(cache, kv_layout)
@@ -72,18 +78,6 @@ def append_paged_kv_cache(
             for g, vector in enumerate(row):
                 stored = encode(vector, cache.dtype, name)
                 pages[kv_indices[kv_indptr[request] + page], slot, g] = stored
-
-
-def _rotate(keys: np.ndarray, cos_sin: np.ndarray, interleave: bool) -> np.ndarray:
-    """Return rotated keys (T, G, D) in float64; `cos_sin` is (T, rotary_dim)."""
-    half = cos_sin.shape[1] // 2
-    first = np.arange(0, 2 * half, 2) if interleave else np.arange(half)
-    second = first + (1 if interleave else half)
-    cos, sin = (part[:, None].astype(np.float64) for part in np.split(cos_sin, 2, axis=1))
-    rotated = keys.astype(np.float64)
-    x, y = rotated[..., first], rotated[..., second]
-    rotated[..., first], rotated[..., second] = x * cos - y * sin, y * cos + x * sin
-    return rotated
 
 
 def append_paged_mla_kv_cache(

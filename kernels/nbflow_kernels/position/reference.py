@@ -331,3 +331,18 @@ def add_learned_positions(
     if table.dtype == np.uint16:  # bfloat16 is the upper half of a float32
         table = (table.astype(np.uint32) << 16).view(np.float32)
     return np.asarray(x + table.astype(np.float64)[positions + offset])
+
+
+def rotate_pairs(keys: np.ndarray, cos_sin: np.ndarray, interleave: bool) -> np.ndarray:
+    """Return keys (T, G, D) rotated by a row of a table each, float64.
+
+    `cos_sin` (T, rotary_dim) has cosines, then sines; pairs are neighbours with `interleave`.
+    """
+    half = cos_sin.shape[1] // 2
+    first = np.arange(0, 2 * half, 2) if interleave else np.arange(half)
+    second = first + (1 if interleave else half)
+    cos, sin = (part[:, None].astype(np.float64) for part in np.split(cos_sin, 2, axis=1))
+    rotated = keys.astype(np.float64)
+    x, y = rotated[..., first], rotated[..., second]
+    rotated[..., first], rotated[..., second] = x * cos - y * sin, y * cos + x * sin
+    return rotated

@@ -9,7 +9,7 @@ import pytest
 from llvmlite import binding, ir
 from numba import njit
 
-from nbflow_kernels.cpu import isa, simd, simd_int8
+from nbflow_kernels.cpu import isa, simd, simd_int8, simd_shuffle
 
 X86 = [
     frozenset({"x86"}),
@@ -101,6 +101,21 @@ def test_lookup_of_all_indices(features):
     index = rng.integers(0, 16, 64).astype(np.uint8)
     got = run(kernel, np.tile(table, 4), index, out=np.zeros(64, np.uint8))
     assert np.array_equal(got, table[index])
+
+
+@pytest.mark.parametrize("features", RUNNABLE, ids=NAMES)
+def test_lookup_of_integers(features):
+    lookup = simd_shuffle.make_lookup(features)
+
+    @njit
+    def kernel(table, index, out):
+        t, i = simd.load_i32(simd.address(table)), simd.load_i32(simd.address(index))
+        simd.store_i32(simd.address(out), lookup(t, i))
+
+    rng = np.random.default_rng(1)
+    table = rng.integers(-1000, 1000, 16).astype(np.int32)
+    index = rng.permutation(16).astype(np.int32)
+    assert np.array_equal(run(kernel, table, index, out=np.zeros(16, np.int32)), table[index])
 
 
 @pytest.mark.parametrize("features", RUNNABLE, ids=NAMES)

@@ -230,6 +230,8 @@ def use_shuffle(f, i, b, out):  # type: ignore[no-untyped-def]
     simd.store_f32(out + 192, simd_shuffle.twice_high(x))
     simd.store_f32(out + 256, simd_shuffle.swap_pairs(x))
     simd.store_f32(out + 320, simd_shuffle.negate_evens(x))
+    index = simd.and_(simd.load_i32(i), simd.splat_i32(15))
+    simd.store_i32(out + 384, simd_shuffle.lookup(simd.load_i32(i + 64), index))
 
 
 @jit.kernel

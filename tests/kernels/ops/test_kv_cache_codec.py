@@ -14,9 +14,10 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.kv_cache import cpu_codec
+from nbflow_kernels.kv_cache.codebooks import CODEBOOKS, decode_codebook, encode_codebook
 from nbflow_kernels.kv_cache.cpu_codec import (
     FIRST_BLOCK_KIND,
-    FIRST_FLOAT8_KIND,
+    FIRST_CODEBOOK_KIND,
     KINDS,
     LAYOUTS,
     decode_row,
@@ -24,7 +25,7 @@ from nbflow_kernels.kv_cache.cpu_codec import (
 )
 from nbflow_kernels.kv_cache.float8 import FLOAT8, encode_float8, float8_values
 
-BLOCK_FORMATS = list(KINDS)[FIRST_BLOCK_KIND:FIRST_FLOAT8_KIND]
+BLOCK_FORMATS = list(KINDS)[FIRST_BLOCK_KIND:FIRST_CODEBOOK_KIND]
 GOLDEN = Path(__file__).parents[2] / "golden"
 SIZES = (1, 15, 16, 20, 31, 33, 64, 80, 100, 128)
 
@@ -93,7 +94,43 @@ def test_any_bytes_decode_as_dequantize_does(name: str, rng: np.random.Generator
         np.testing.assert_array_equal(decoded(data, name, n), nk.dequantize(qt))
 
 
-@pytest.mark.parametrize("name", ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q6", "q3h"])
+@pytest.mark.parametrize("name", CODEBOOKS)
+def test_codebook_rows_are_those_of_numpy(name: str, rng: np.random.Generator) -> None:
+    for n in SIZES:
+        x = numbers(rng, n)
+        x[6, n // 2] = np.nan
+        x[7, 0] = np.inf
+        x[8, -1] = 1e20  # its square is infinite
+        want = encode_codebook(x, name)
+        np.testing.assert_array_equal(written(x, name), want, err_msg=f"n = {n}")
+        # the sign of a NaN scale of random bytes may differ, its values are NaN
+        data = rng.integers(0, 256, want.shape, np.uint8)
+        for rows in (want, data):
+            values = decode_codebook(rows, name)[:, :n].astype(np.float32)
+            np.testing.assert_array_equal(decoded(rows, name, n), values)
+
+
+@pytest.mark.parametrize("name", CODEBOOKS)
+def test_codebooks_have_least_squared_error_for_normal_numbers(
+    name: str, rng: np.random.Generator
+) -> None:
+    book = CODEBOOKS[name]
+    x = rng.standard_normal((4000, 32)).astype(np.float32)
+    found = decode_codebook(encode_codebook(x, name), name)
+    error = np.square(found - x).mean()
+    published = {4: 0.009497, 3: 0.03454, 2: 0.1175}[book.bits]  # Max 1960, table I
+    # numbers divided by the root mean square of their own 32 have shorter tails than normal ones,
+    # and the fitted scale has no error along them: about 1 - 3 / 32
+    assert 0.87 * published < error < 0.96 * published
+    # levels are means of the numbers between their borders (Lloyd's condition)
+    steps = book.unit * rng.standard_normal(1_000_000)
+    codes = np.searchsorted(book.borders, steps)
+    means = [steps[codes == code].mean() for code in range(1 << book.bits)]
+    # half a unit of rounding of the level and as much of each border, and three standard errors
+    np.testing.assert_allclose(book.levels, means, rtol=0, atol=1.2)
+
+
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q6", "q3h", "lm3"])
 def test_factor_and_padding(name: str, rng: np.random.Generator) -> None:
     explicit = nk.kv_format(name).name
     for n in (20, 64, 100):
@@ -147,7 +184,10 @@ def test_sizes_of_a_format() -> None:
         assert format.name == name
         assert format.row_bytes(128) * 8 / 128 == format.bits_per_value(128)
         assert format.row_length(128) * format.dtype.itemsize == format.row_bytes(128)
-        bits = 8 if name in FLOAT8 else FORMATS[name].bits_per_weight
+        if name in CODEBOOKS:
+            bits = CODEBOOKS[name].bits + 0.5
+        else:
+            bits = 8 if name in FLOAT8 else FORMATS[name].bits_per_weight
         assert format.bits_per_value(128) == bits
     assert nk.kv_format("Q8").name == "q8_b32t2"
     assert nk.kv_format("fp16").dtype == np.float16

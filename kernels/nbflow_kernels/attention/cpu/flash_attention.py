@@ -23,6 +23,7 @@ import numpy as np
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu.head_rows import (
     TABLE,
+    finish_keys,
     pad_table,
     rotate,
     row_addresses,
@@ -390,6 +391,7 @@ def flash_attention(
     D_qk, D_vo = read_word(header, at.DIM_QK), read_word(header, at.DIM_VO)
     page_size, split = read_word(header, at.PAGE_SIZE), read_word(header, at.SPLIT_KEYS)
     rope, latent = read_word(header, at.ROPE), read_word(header, at.LATENT)
+    key_rope = read_word(header, at.KEY_ROPE)
     range_hook = read_word(header, at.RANGE_HOOK)
     wide_qk, wide_vo = (D_qk + 15) // 16 * 16, (D_vo + 15) // 16 * 16
     qk_bytes, vo_bytes = 4 * wide_qk, 4 * wide_vo
@@ -464,6 +466,8 @@ def flash_attention(
                         for j in range(first, last):
                             place = packed + j * qk_bytes
                             rotate(k_source, place, rope + 4 * D_qk * (base + j), D_qk // 2)
+                    if k_pack and key_rope != 0:
+                        finish_keys(k_source, header, head, base, first, last, packed, qk_bytes)
                 pad_table(now, first, last)
                 for m in range(M):
                     record = records + STATE_BYTES * m

@@ -12,11 +12,12 @@ import numpy as np
 from numba.core import types
 from numba.core.extending import overload
 
+from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.plan_layout import CHUNK
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.simd_memory import read_i32, read_i64, read_word, write_i64
 from nbflow_kernels.kv_cache.cpu_codec import copy_floats, decode_row
-from nbflow_kernels.position.cpu import rotate_halves
+from nbflow_kernels.position.cpu import rotate_halves, rotate_head
 
 TABLE = 8 * CHUNK
 """Bytes of the row addresses of a chunk."""
@@ -54,6 +55,38 @@ def _rotate_overload(source, row, cos_sin, half):
     if source in (types.float32, types.uint8):
         return lambda source, row, cos_sin, half: rotate_halves(row, cos_sin, half)
     return lambda source, row, cos_sin, half: None
+
+
+def finish_keys(
+    source: Any, header: Any, head: Any, base: Any, first: Any, last: Any, rows: Any, row_bytes: Any
+) -> None:
+    """Add the bias and apply the RoPE of keys that are stored before them; see `_finish_keys`."""
+    if isinstance(source, np.float32 | np.uint8):
+        _finish_keys(header, head, base, first, last, rows, row_bytes)
+
+
+@overload(finish_keys, inline="always", strict=False)
+def _finish_keys_overload(source, header, head, base, first, last, rows, row_bytes):
+    if source in (types.float32, types.uint8):
+        return lambda source, header, head, base, first, last, rows, row_bytes: _finish_keys(
+            header, head, base, first, last, rows, row_bytes
+        )
+    return lambda source, header, head, base, first, last, rows, row_bytes: None
+
+
+@jit.device_function
+def _finish_keys(header, head, base, first, last, rows, row_bytes):
+    """Make keys [first, last) of the chunk at key `base` from float32 rows before bias and RoPE."""
+    table, bias = read_word(header, at.KEY_ROPE), read_word(header, at.KEY_BIAS)
+    dim, is_neox = read_word(header, at.KEY_ROPE_DIM), read_word(header, at.KEY_ROPE_NEOX) != 0
+    added = bias + head * row_bytes
+    for j in range(first, last):
+        row = rows + j * row_bytes
+        if bias != 0:
+            for d in range(0, row_bytes, 64):
+                x = simd.add(simd.load_f32(row + d), simd.load_f32(added + d))
+                simd.store_f32(row + d, x)
+        rotate_head(row, table + 4 * dim * (base + j), dim // 2, is_neox)
 
 
 # ---- row addresses ------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Launches of `flash_attention.py`, one kernel for prefill and decode.
 
 The kernel is compiled for each pair of key and value readers: float16, bfloat16 or float32 in
-place; float32 rows converted from floats (head sizes that are not multiples of 16, fused RoPE); and
-float32 rows decoded from block formats.
+place; float32 rows converted from floats (head sizes that are not multiples of 16, fused RoPE, keys
+stored before RoPE); and float32 rows decoded from block formats.
 """
 
 from __future__ import annotations
@@ -76,8 +76,10 @@ def _readers(
     # the block decoder also converts floats, which saves a kernel for mixed formats
     copied = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
     readers = []
-    for kind, start, each in zip(kinds, (k, v), (steps[:4], steps[4:]), strict=True):
-        if packed or kind not in _TILES:
+    changed = plan.table(at.KEY_ROPE) is not None, False  # keys need float32 copies
+    starts = zip(kinds, (k, v), (steps[:4], steps[4:]), changed, strict=True)
+    for kind, start, each, is_changed in starts:
+        if packed or is_changed or kind not in _TILES:
             readers.append((copied, _FLOAT32, kind, True))
             continue
         crosses_lines = any(at_byte % 64 for at_byte in (start, *each))

@@ -121,9 +121,9 @@ def attend(
         _run_mma(plan, arguments, kinds, _v_in_k(k_cache, v_cache, kv_strides, kinds))
     elif tensor_cores:
         raise UsageError(
-            "use_tensor_cores=True: no tensor-core kernel supports float32 caches, fused rotation, "
-            "head sizes that are not a multiple of 16 or above 256, and unaligned arrays; leave it "
-            "False"
+            "use_tensor_cores=True: no tensor-core kernel supports float32 caches, rotation in the "
+            "kernel, head sizes that are not a multiple of 16 or above 256, and unaligned arrays; "
+            "leave it False"
         )
     else:
         _run_simt(plan, arguments, kinds)
@@ -189,7 +189,7 @@ def mma_supports(
         return False
     if D_vo > MAX_LATENT_COLUMNS if v_in_k else max(D_qk, D_vo) > MAX_HEAD_COLUMNS:
         return False
-    if plan.table(at.ROPE) is not None:
+    if any(plan.table(field) is not None for field in (at.ROPE, at.KEY_ROPE)):
         return False
     for kind, cache, steps in zip(kinds, (k_cache, v_cache), kv_strides, strict=True):
         together = cuda.address(cache)

@@ -24,9 +24,9 @@ from nbflow_kernels.errors import UsageError
 MAX_HEADERS = 1024
 """Headers kept per stream: one for each set of sinks and factors."""
 # Header fields with addresses of tables set by `AttentionPlan.set_table`.
-_TABLES = (at.MASK, at.MASK_STARTS, at.SLOPES, at.ROPE, at.BIAS)
+_TABLES = (at.MASK, at.MASK_STARTS, at.SLOPES, at.ROPE, at.BIAS, at.KEY_ROPE)
 # Tables that each call may set.
-_LAYERS = (at.SCORE_FACTORS, at.OUT_FACTORS, at.SINKS)
+_LAYERS = (at.SCORE_FACTORS, at.OUT_FACTORS, at.SINKS, at.KEY_BIAS)
 
 _OPTIONS = (at.MASK, at.SLOPES, at.BIAS)
 PARAMETERS = (
@@ -261,7 +261,7 @@ class CudaPlan:
         """Return the plan header for a kernel, int64 on the device.
 
         Unchanged headers are not copied again, so a repeated call can be captured into a graph.
-        Each combination of sinks, factors and LSE base has its own header.
+        Each combination of sinks, factors, key bias and LSE base has its own header.
         """
         plan, fixed = self._plan, self._fixed
         self._evict_headers()

@@ -19,6 +19,7 @@ from nbflow_kernels.formats.codec_spec import PAIR_RADIX
 from nbflow_kernels.kv_cache.cpu_codec import (
     BLOCK,
     BLOCK_BYTES,
+    CODEBOOK,
     F16,
     FIRST_BLOCK_KIND,
     FIRST_FLOAT8_KIND,
@@ -41,16 +42,17 @@ def supports(
     """Return whether the kernel supports a call.
 
     At least one of keys and values must have a block format; the other may be float16 with a head
-    size in multiples of 32.  Fused rotation and heads above 256 columns are not supported.
+    size in multiples of 32.  Codebooks, rotation in the kernel and heads above 256 columns are not
+    supported.
     """
     if max(kinds) < FIRST_BLOCK_KIND or max(kinds) >= FIRST_FLOAT8_KIND:
         return False
-    if plan.table(at.ROPE) is not None:
+    if any(plan.table(field) is not None for field in (at.ROPE, at.KEY_ROPE)):
         return False
     for kind, D in zip(kinds, plan.heads[2:], strict=True):
         if kind < FIRST_BLOCK_KIND and (kind != F16 or D % PART):
             return False
-        if _parts(kind, D) > MAX_PARTS:
+        if LAYOUTS[kind, CODEBOOK] or _parts(kind, D) > MAX_PARTS:
             return False
         if LAYOUTS[kind, RADIX] not in (0, PAIR_RADIX):  # other radixes are not split
             return False

@@ -39,6 +39,26 @@ struct Tile {
         __syncwarp();
     }
 
+    // Add the bias to a key that is stored before RoPE, and rotate it; one warp.
+    DEV_METHOD void finish_key(float* x, int position) const {
+        const int lane = threadIdx.x & 31, dim = header[KEY_ROPE_DIM], half = dim / 2;
+        const bool is_neox = header[KEY_ROPE_NEOX], biased = header[KEY_BIAS];
+        const float* table = pointer<float>(header, KEY_ROPE) + (i64)position * dim;
+        const float* bias = pointer<float>(header, KEY_BIAS) + kv_head * ((D_qk + 15) & ~15);
+        __syncwarp();
+        for (int j = lane; j < half; j += 32) {
+            const int first = is_neox ? j : 2 * j, second = first + (is_neox ? half : 1);
+            const float a = biased ? __fadd_rn(x[first], bias[first]) : x[first];
+            const float b = biased ? __fadd_rn(x[second], bias[second]) : x[second];
+            const float c = table[j], s = table[half + j];
+            x[first] = __fmaf_rn(a, c, __fmul_rn(b, -s));
+            x[second] = __fmaf_rn(b, c, __fmul_rn(a, s));
+        }
+        if (biased)
+            for (int d = dim + lane; d < D_qk; d += 32) x[d] = __fadd_rn(x[d], bias[d]);
+        __syncwarp();
+    }
+
     DEV_METHOD void load_queries(const u8* queries, i64 row_bytes, int kind) const {
         const int size = kind == F32 ? 4 : 2;
         for (int m = threadIdx.x / 32; m < n_vectors; m += WARPS) {
@@ -136,6 +156,9 @@ attention(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, con
         if (header[ROPE])  // each warp rotates the rows it loaded
             for (int j = key + warp; j < stop; j += WARPS)
                 t.rotate(t.rows + (j - key) * t.row_stride, j);
+        if (header[KEY_ROPE])
+            for (int j = key + warp; j < stop; j += WARPS)
+                t.finish_key(t.rows + (j - key) * t.row_stride, j);
         __syncthreads();
 
         float weights[PER_WARP], rescale[PER_WARP];

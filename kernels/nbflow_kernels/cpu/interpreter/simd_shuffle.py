@@ -41,3 +41,8 @@ def negate_evens(v: Vector) -> Vector:
     """Return `v` with the sign of its even lanes flipped."""
     signs = np.tile(np.array([1 << 31, 0], np.uint32), LANES // 2)
     return (v.view(np.uint32) ^ signs).view(np.float32)
+
+
+def lookup(table: Vector, index: Vector) -> Vector:
+    """Return the lanes of `table` at `index`."""
+    return np.asarray(table[index])
