@@ -68,7 +68,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "tail_free_renorm_probs", "xtc_renorm_probs", "typical_sampling_from_probs",
         "tail_free_sampling_from_probs", "mirostat_sampling_from_probs", "sampling_from_logits",
         "top_k_top_p_sampling_from_logits", "top_k", "top_k_mask_logits", "top_n_sigma_mask_logits",
-        "chain_speculative_sampling",
+        "top_k_page_table_transform", "top_k_ragged_transform", "chain_speculative_sampling",
     ),
     "penalties": (
         "apply_penalties", "apply_no_repeat_ngram", "apply_dry_penalty", "apply_logit_bias",
@@ -160,6 +160,9 @@ FLOAT32_RESULTS = (
     "mirostat_sampling_from_probs", "token_log_probs", "kl_divergence", "log_decay",
 )  # fmt: skip
 """Ops whose results stay float32 for half-precision inputs: states and small differences."""
+
+INT64_RESULTS = ("top_k",)
+"""Ops whose int32 indices become int64 for PyTorch's tensors, which PyTorch indexes with."""
 
 SUPPORT: dict[str, tuple[str, ...]] = {
     "formats": ("FORMATS", "QuantFormat", "QuantTensor", "dequantize"),

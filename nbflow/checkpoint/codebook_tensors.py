@@ -6,7 +6,8 @@
 with shape and block size.  With double quantization, scales are uint8 codes of the codebook
 ``nested_quant_map``, times ``nested_absmax`` of their block, plus ``nested_offset``.
 
-The codebooks are floats, for which kernels have no integer form: matrices are read as float32.
+Matrices are read as `nbflow_kernels.formats.nf4_fp4`, bit for bit; those with other codebooks than
+the method's, or rows that blocks of 16 do not divide, as float32.
 
 Source: bitsandbytes 0.50, functional.py (QuantState, dequantize_4bit, dequantize_blockwise).
 """
@@ -25,6 +26,7 @@ from nbflow.checkpoint.weight_file import Read, Span, TensorEntry
 from nbflow.utils.json_file import parse_object
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.nf4_fp4 import BLOCK_SIZES, CODEBOOKS, float_codebook_format
 
 KINDS = ("nf4", "fp4")
 _STATE = ".quant_state.bitsandbytes__"
@@ -55,21 +57,39 @@ class CodebookParts:
 
     def values(self, read: Read, rows: Span, columns: Span) -> NDArray[np.float32]:
         """Return a rectangle as float32: codebook[code] * scale."""
-        n_columns = self.shape[1]
-        first, last = rows[0] * n_columns, rows[1] * n_columns
-        packed = read(self.codes, (first // 2, -(-last // 2)), None).reshape(-1)
-        codes = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)
-        codes = codes[first % 2 : first % 2 + last - first]
         table = read(self.codebook, None, None).reshape(-1)
-        blocks = first // self.block, -(-last // self.block)
-        scales = np.repeat(self._scales(read, blocks), self.block)
-        scales = scales[first - blocks[0] * self.block :][: last - first]
-        found = (table[codes] * scales).reshape(-1, n_columns)
+        found = table[self._codes(read, rows)] * self._row_scales(read, rows)
         return np.ascontiguousarray(found[:, columns[0] : columns[1]])
 
     def blocks(self, read: Read, format: Any, rows: Span, columns: Span) -> NDArray[np.uint8]:
-        """Raise: matrices are read as floats."""
-        raise UsageError(f"{self.codes.file.path}: {shown(self.codes.name)} is read as float32")
+        """Return storage bytes (rows, row bytes) of a format; columns in whole blocks."""
+        size, part = format.block_size, slice(*columns)
+        codes = np.ascontiguousarray(self._codes(read, rows)[:, part]).reshape(-1, size)
+        scales = self._row_scales(read, rows)[:, part][:, ::size]
+        blocks: NDArray[np.uint8] = format.blocks(codes, np.ascontiguousarray(scales).reshape(-1))
+        return blocks.reshape(rows[1] - rows[0], -1)
+
+    def format(self, kind: str) -> str:
+        """Return the name of the format that holds the matrix; `kind` is "nf4" or "fp4"."""
+        table = np.empty(16, "<f4")
+        self.codebook.file.read_into(table.view(np.uint8).data, self.codebook.offset)
+        same = (table == np.array(CODEBOOKS[kind], np.float32)).all()
+        return planned_format(kind, self.shape[1], self.block) if same else "f32"
+
+    def _codes(self, read: Read, rows: Span) -> NDArray[np.uint8]:
+        """Return the codes (rows, K)."""
+        first, last = (row * self.shape[1] for row in rows)
+        packed = read(self.codes, (first // 2, -(-last // 2)), None).reshape(-1)
+        codes = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)
+        return codes[first % 2 : first % 2 + last - first].reshape(-1, self.shape[1])
+
+    def _row_scales(self, read: Read, rows: Span) -> NDArray[np.float32]:
+        """Return the scale of each weight (rows, K)."""
+        first, last = (row * self.shape[1] for row in rows)
+        blocks = first // self.block, -(-last // self.block)
+        scales = np.repeat(self._scales(read, blocks), self.block)
+        scales = scales[first - blocks[0] * self.block :][: last - first]
+        return scales.reshape(-1, self.shape[1])
 
     def _scales(self, read: Read, blocks: Span) -> NDArray[np.float32]:
         """Return the scales of blocks."""
@@ -79,6 +99,12 @@ class CodebookParts:
         scales, codebook = (read(part, None, None).reshape(-1) for part in self.nested)
         of_block = np.arange(*blocks) // self.nested_block
         return codebook[stored] * scales[of_block] + np.float32(self.offset)
+
+
+def planned_format(kind: str, n_columns: int, block: int = 64) -> str:
+    """Return the format of a matrix with the method's codebook and blocks of that size."""
+    size = next((n for n in BLOCK_SIZES if block % n == 0 and n_columns % n == 0), None)
+    return float_codebook_format(kind, size).name if size else "f32"
 
 
 def with_codebooks(entries: Sequence[TensorEntry]) -> tuple[list[TensorEntry], list[TensorEntry]]:
@@ -161,7 +187,8 @@ def _joined(held: Mapping[str, TensorEntry], name: str, stored: TensorEntry) -> 
         nested,
         state.offset,
     )
-    return replace(codes, dtype="f32", shape=parts.shape, strides=None, scaled=parts)
+    dtype = parts.format(stored.name.rpartition(_STATE)[2])
+    return replace(codes, dtype=dtype, shape=parts.shape, strides=None, scaled=parts)
 
 
 def _is_count(value: Any) -> bool:

@@ -46,6 +46,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nbflow.checkpoint.codebook_tensors import KINDS as CODEBOOK_KINDS
+from nbflow.checkpoint.codebook_tensors import planned_format as planned_codebook_format
 from nbflow.checkpoint.codebook_tensors import with_codebooks
 from nbflow.checkpoint.dequantize_scaled import MXFP4_BLOCK, Scaled
 from nbflow.checkpoint.fp4_tensors import NAMES as FP4_METHODS
@@ -125,16 +127,19 @@ class Quantization:
     grouped: GroupedStorage | None = None
     """Storage of grouped integers."""
     planned: tuple[int, int | None] | str | None = None
-    """Bits and group size, or format, of tensors that describe themselves, by the configuration."""
+    """Bits and group size, format, or codebook, of tensors that describe themselves, by the
+    configuration."""
 
     def planned_format(self, n_columns: int, dtype: object) -> str:
         """Return the format of a matrix by the configuration alone.
 
-        `dtype` is that of config.json.  FP8 and codebooks of floats count as float32, to which
-        the loader dequantizes them.
+        `dtype` is that of config.json.  FP8 counts as float32, to which the loader dequantizes
+        it, and 4-bit codebooks have blocks of 64, the default of their library.
         """
         if self.grouped is not None:
             return self.grouped.planned_format(n_columns, dtype)
+        if self.planned in CODEBOOK_KINDS:
+            return planned_codebook_format(str(self.planned), n_columns)
         if isinstance(self.planned, str):
             return self.planned
         if self.planned is not None:
@@ -176,7 +181,9 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
         return Quantization("fp8") if table["quant_algo"] == "FP8" else Quantization("modelopt")
     if method == "bitsandbytes":
         storage = bitsandbytes(table, at)
-        return Quantization("grouped" if storage else "codebook", grouped=storage)
+        if storage is not None:
+            return Quantization("grouped", grouped=storage)
+        return Quantization("codebook", planned=table.get("bnb_4bit_quant_type", "fp4"))
     if method in _DESCRIBED:
         return Quantization(method, planned=_DESCRIBED[method](table, at))
     if method == "quark":

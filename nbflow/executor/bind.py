@@ -79,7 +79,7 @@ def _set_word(header: Any, index: Any, word: Any, start: Any, stop: Any) -> None
 
 def is_block_quantized(weight: Any) -> bool:
     """Return True for a block-quantized weight, which can be multiplied by int8 activations."""
-    return isinstance(weight, QuantTensor) and not weight.is_float
+    return isinstance(weight, QuantTensor) and weight.format.takes_int8
 
 
 class MatmulOp:

@@ -479,7 +479,9 @@ def stack_experts(op: Op, matrices: Sequence[Any]) -> tuple[Any, ...]:
 def stack_heads(matrices: Sequence[Any]) -> tuple[Any, ...]:
     """Stack the matrices of heads, if one kernel supports them all."""
     first = matrices[0]
-    if not isinstance(first, nk.QuantTensor) or first.format.decodes_from_storage:
+    if not isinstance(first, nk.QuantTensor):
+        return tuple(matrices)
+    if not (first.is_float or first.format.has_mma_layout):
         return tuple(matrices)
     if any(w.format != first.format or w.outliers is not None for w in matrices):
         return tuple(matrices)

@@ -193,7 +193,7 @@ def _workspaces(
 
     known = nk.FORMATS[format]
     if known.block_size > 1:
-        if known.decodes_from_storage:
+        if not known.has_mma_layout:
             return {}  # dequantized in panels
         form = unit_form(known.integer_form)
         return workspace_bytes(form, n_rows, n_columns, n_tokens, activations, limits)

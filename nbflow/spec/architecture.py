@@ -367,7 +367,7 @@ class Architecture:
     experts_transposed: bool = False
     position: Literal["rope", "alibi", "relative", "learned", "sinusoidal", "none"] = "rope"
     position_offset: int = 0
-    sinusoids: Literal["fairseq", "paper", "alternating"] = "fairseq"
+    sinusoids: Literal["none", "fairseq", "paper", "alternating"] = "none"
     bias_buckets: int = 32
     bias_max_distance: int = 128
     alibi_scaled: bool = False

@@ -62,6 +62,11 @@ def _problems(spec: Architecture) -> Iterator[str]:
         wrong = [i for i in ids if not 0 <= i < spec.vocab_size]
         if wrong:
             yield f"{name} must be 0..{spec.vocab_size - 1}, got {wrong[0]}"
+    if (spec.position == "sinusoidal") != (spec.sinusoids != "none"):
+        yield (
+            "position 'sinusoidal' needs sinusoids 'fairseq', 'paper' or 'alternating', and others "
+            f"none, got position {spec.position!r} and sinusoids {spec.sinusoids!r}"
+        )
     if spec.qk_norm_after_rope and spec.latent is not None:
         yield "qk_norm_after_rope goes without latent attention (kv_rank)"
     if spec.qk_norm == "all" and spec.qk_norm_kind != "rms":

@@ -363,10 +363,11 @@ FIELDS: dict[str, Field] = {
     ),
     "position_offset": Field(int, "row of position 0 in the table", 0, most=MAX_CONTEXT),
     "sinusoids": Field(
-        ("fairseq", "paper", "alternating"),
-        "sinusoidal: of h = hidden_size / 2 frequencies, number c is 10000 ** (-c / (h - 1)), else "
-        "10000 ** (-c / h); sines first, then cosines, or in turn (alternating)",
-        "fairseq",
+        ("none", "fairseq", "paper", "alternating"),
+        "sinusoidal needs one: of h = hidden_size / 2 frequencies, number c is "
+        "10000 ** (-c / (h - 1)) (fairseq), else 10000 ** (-c / h); sines first, then cosines, or "
+        "in turn (alternating)",
+        "none",
     ),
     "rope_style": Field(
         ("half", "interleaved"), "columns that form a pair: (j, j + d/2) or (2j, 2j + 1)", "half"

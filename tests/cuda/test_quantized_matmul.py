@@ -39,7 +39,7 @@ def allowed(K: int) -> float:
     return 3 * (K + 8) ** 0.5 * 1.4e-7
 
 
-@pytest.mark.parametrize("format", [*BLOCK_FORMATS, "uint4_g64", "uint4_g64_base"])
+@pytest.mark.parametrize("format", [*BLOCK_FORMATS, "uint4_g64", "uint4_g64_base", "nf4_b64"])
 def test_units_hold_the_weights_of_every_format(format: str, cupy: Any) -> None:
     # one unit and a part, a row tile and a part; columns that end within a block
     w = make(format, 1, 21, 300)[1]
@@ -320,3 +320,22 @@ def test_int8_and_bfloat16_take_one_mma_per_step(
     for facts in (gemv, gemm):
         assert (facts.spill_stores, facts.spill_loads) == (0, 0)
         assert facts.wide_loads > 0
+
+
+@pytest.mark.parametrize("T", [1, 9])
+def test_codebooks_of_floats_are_multiplied_as_floats(T: int, cupy: Any) -> None:
+    x, w = make("nf4_b64", T, 37, 300)
+    there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
+    there.drop_storage()
+    assert there.has_storage  # the MMA layout cannot hold the values
+    got = nk.qmatmul(x_there, there, out=cupy.full((T, 37), np.nan, np.float32)).get()
+    assert np.abs(got - reference.qmatmul(x, w)).max() <= allowed(300)
+    got = nk.qmatmul(x_there, there, activations="bf16").get()
+    wide = reference.qmatmul(x, w, activations="bf16")
+    assert np.abs(got - wide).max() <= allowed(300)
+    with pytest.raises(UsageError, match="block format of integers"):
+        nk.qmatmul(x_there, there, activations="int8")
+    stack = nk.QuantTensor("nf4_b64", (1, 37, 300), w.data).to_device(cupy.zeros(1))
+    indptr = cupy.asarray(np.array([0, T], np.int32))
+    got = nk.grouped_matmul(x_there, stack, indptr).get()
+    assert np.abs(got - reference.qmatmul(x, w)).max() <= allowed(300)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from nbflow_kernels.formats.nf4_fp4 import NF4
 from nbflow_specs import CHECKPOINTS
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -88,11 +89,35 @@ def hqq(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int) -> di
 CONFIGS: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": False},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True},
+    "nf4": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+    },
     "hqq": {
         "quant_method": "hqq",
         "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 1}},
     },
 }
+
+
+def nf4(weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return the tensors of a matrix of bitsandbytes, blocks of 64, and its weights."""
+    table = np.array(NF4, np.float32)
+    blocks = weight.reshape(-1, 64)
+    scale = np.abs(blocks).max(axis=1)
+    codes = np.abs(blocks[..., None] / scale[:, None, None] - table).argmin(axis=2).astype(np.uint8)
+    facts = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": weight.shape}
+    pairs = codes.reshape(-1, 2)
+    tensors = {
+        "": (pairs[:, :1] << 4) | pairs[:, 1:],
+        ".absmax": scale,
+        ".quant_map": table,
+        ".quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(facts).encode(), np.uint8),
+    }
+    return tensors, (table[codes] * scale[:, None]).reshape(weight.shape)
+
+
 LAYOUTS = {"gptq": gptq, "awq": awq, "hqq": hqq}
 
 
@@ -104,6 +129,10 @@ def write_packed(folder: Path, method: str) -> tuple[Path, Path]:
     for name, tensor in tensors.items():
         if not name.endswith("_proj.weight"):
             packed[name] = plain[name] = tensor
+            continue
+        if method == "nf4":
+            parts, plain[name] = nf4(tensor.astype(np.float32))
+            packed |= {f"{name}{part}": value for part, value in parts.items()}
             continue
         found = round_to_nearest(tensor.astype(np.float32), 4, 64, False)
         codes, scale, zero = found

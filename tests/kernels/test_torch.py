@@ -50,6 +50,18 @@ def test_memory_is_shared_and_int64_indices_come_back() -> None:
     assert ids.dtype == torch.int64
 
 
+def test_top_k_has_indices_that_pytorch_takes() -> None:
+    x = _normal(3, 40)
+    values, ids = nk.top_k(x, 5)
+    assert ids.dtype == torch.int64
+    assert torch.equal(torch.gather(x, 1, ids), values)
+    pages, lengths = torch.arange(120, dtype=torch.int32).view(3, 40), torch.full((3,), 40)
+    found = nk.top_k_page_table_transform(x.bfloat16(), pages, lengths.int(), 5)
+    assert found.dtype == torch.int32
+    wanted = nk.top_k(x.bfloat16(), 5, sorted=False)[1] + 40 * torch.arange(3)[:, None]
+    assert torch.equal(found.long(), wanted)
+
+
 def test_gradients_are_refused_unless_they_are_off() -> None:
     x, weight = _normal(2, 8), torch.nn.Parameter(_normal(8))
     with pytest.raises(UsageError, match=r"weight requires gradients.*nbflow_kernels\.torch"):

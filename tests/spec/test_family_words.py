@@ -45,6 +45,12 @@ def changed(name, tmp_path, text):
         ("deepseek_v3", "[structure]\nqk_norm_after_rope = true", "goes without latent attention"),
         (
             "llama31",
+            '[structure]\nposition = "sinusoidal"',
+            "position 'sinusoidal' needs sinusoids 'fairseq', 'paper' or 'alternating'",
+        ),
+        ("llama31", '[structure]\nsinusoids = "paper"', "and others none, got position 'rope'"),
+        (
+            "llama31",
             '[config]\nwindow = { keys = ["x"], where = "y" }',
             "goes with lists of layers",
         ),

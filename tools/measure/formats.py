@@ -1,11 +1,12 @@
 """Measure all weight formats for the tables of docs/formats.md and README.md.
 
     python tools/measure/formats.py [--machine NAME] [--repeats N] [--threads N] [--shape N K]
-                                    [--products]
+                                    [--products | --rows FORMAT ...]
 
 Kernels: `nbflow_kernels.benchmarks.formats`.  Bundled model: the sweep
 experiments/sweeps/formats.toml. Writes results/formats/NAME/formats.json; `python
-tools/docs/update_tables.py` then writes the tables.
+tools/docs/update_tables.py` then writes the tables.  With --rows it appends the one-row products of
+these formats, such as those of checkpoints, to rows.jsonl there, and nothing else.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from published_rows import append, conditions
 
 from nbflow.utils import system
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
@@ -68,6 +70,16 @@ def measure_products(arguments: argparse.Namespace, file: Path) -> dict[str, Any
     return report | {"read_bandwidth_gb_per_s": read_bandwidth() / 1e9}
 
 
+def append_products(arguments: argparse.Namespace, file: Path) -> None:
+    """Append a row for each format, whose products were measured in turn."""
+    facts = conditions()
+    set_num_threads(arguments.threads)
+    shape = arguments.shape[0], arguments.shape[1]
+    found = formats.measure_products(arguments.rows, shape, arguments.repeats)
+    more = {"threads": arguments.threads, "shape": list(shape)}
+    append(file, facts, [{"weights": name} | more | row for name, row in found.items()])
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     set_num_threads(arguments.threads)
     kernels = formats.run(list(FORMATS), tuple(arguments.shape), arguments.repeats)
@@ -97,7 +109,11 @@ def main() -> None:
     parser.add_argument(
         "--products", action="store_true", help="measure matmuls only, keep the rest"
     )
+    parser.add_argument("--rows", nargs="+", metavar="FORMAT", help="append products of formats")
     arguments = parser.parse_args()
+    if arguments.rows:
+        append_products(arguments, ROOT / "results" / "formats" / arguments.machine / "rows.jsonl")
+        return
     file = ROOT / "results" / "formats" / arguments.machine / "formats.json"
     report = measure_products(arguments, file) if arguments.products else measure(arguments)
     file.parent.mkdir(parents=True, exist_ok=True)

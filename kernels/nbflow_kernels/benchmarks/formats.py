@@ -108,7 +108,7 @@ def measure_products(
         rows[name] = errors | {"packed_bits_per_weight": bits}
         for kind in ("f32", "int8"):
             rows[name] |= dict.fromkeys(f"gemv_{kind}_{figure}" for figure in FIGURES)
-            if kind == "f32" or not matrix.is_float:
+            if kind == "f32" or matrix.format.takes_int8:
                 products.append((name, kind, matrix))
     for (name, kind, _), figures in zip(products, _rounds(products, repeats), strict=True):
         rows[name] |= {f"gemv_{kind}_{key}": value for key, value in figures.items()}
@@ -141,7 +141,7 @@ def product_errors(w: QuantTensor) -> dict[str, float | None]:
     result: dict[str, float | None] = {}
     for kind in ("f32", "bf16", "int8"):
         error = None
-        if kind != "int8" or not w.is_float:
+        if kind != "int8" or w.format.takes_int8:
             distance = qmatmul(x, w, activations=kind) - exact
             error = float(np.linalg.norm(distance) / np.linalg.norm(exact))
         result[f"product_{kind}_error"] = error

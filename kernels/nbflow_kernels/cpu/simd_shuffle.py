@@ -6,19 +6,21 @@
 `swap_pairs(v)`                       lanes 1, 0, 3, 2 ... 15, 14; float32 or int32
 `negate_evens(v)`                     lanes 0, 2, 4... with the other sign
 `lookup(table, index)`                table[index] of int32, index below 16
+`emit_lookup16_f32(...)`              code of a lookup in 16 constants, for other intrinsics
 ====================================  =========================================================
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
 from numba.core import errors
 
 from nbflow_kernels.cpu import interpreter, isa, llvm
-from nbflow_kernels.cpu.llvm import I32, LANES
+from nbflow_kernels.cpu.llvm import F32, I32, LANES
 from nbflow_kernels.cpu.simd import f32x16, i32x16
 
 intrinsic = functools.partial(interpreter.intrinsic, fallback="simd_shuffle")
@@ -105,3 +107,34 @@ def make_lookup(features: frozenset[str]) -> Any:
 
 
 lookup = make_lookup(isa.features())
+
+
+def emit_lookup16_f32(
+    builder: Any, values: Sequence[float], index: Any, features: frozenset[str]
+) -> Any:
+    """Return ``values[index]`` for 16 indices 0..15 (int32); `values` are 16 constants."""
+    table = llvm.constant(F32, [float(value) for value in values])
+    if "avx512bw" in features:
+        name = "llvm.x86.avx512.permvar.sf.512"
+        return llvm.call(builder, name, table.type, [table, index])
+    if "avx2" in features:
+        halves = [llvm.shuffle(builder, index, index, range(n, n + 8)) for n in (0, 8)]
+        found = [_lookup_of_8(builder, values, half) for half in halves]
+        return llvm.shuffle(builder, found[0], found[1], range(LANES))
+    found = [llvm.splat(builder, ir.Constant(F32, float(value)), LANES) for value in values]
+    for bit in range(4):  # a tree: bit 0 chooses between neighbours, bit 3 between the last two
+        mask = builder.and_(index, llvm.constant(I32, [1 << bit] * LANES))
+        is_set = builder.icmp_unsigned("!=", mask, llvm.constant(I32, [0] * LANES))
+        pairs = zip(found[::2], found[1::2], strict=True)
+        found = [builder.select(is_set, odd, even) for even, odd in pairs]
+    return found[0]
+
+
+def _lookup_of_8(builder: Any, values: Sequence[float], index: Any) -> Any:
+    """Look up 8 indices in both halves of the table, and take the half that bit 3 says."""
+    name, found = "llvm.x86.avx2.permps", []
+    for first in (0, 8):
+        table = llvm.constant(F32, [float(value) for value in values[first : first + 8]])
+        found.append(llvm.call(builder, name, table.type, [table, index]))
+    upper = builder.icmp_unsigned(">", index, llvm.constant(I32, [7] * 8))
+    return builder.select(upper, found[1], found[0])

@@ -189,6 +189,8 @@ class _Call:
         elif self.wide_integers and result.dtype == _I32:
             result = result.astype(np.int64)
         like = self.rounds_like if half else self.like
+        if self.rules.op in op_registry.INT64_RESULTS and type(like).__module__ == "torch":
+            result = result.astype(np.int64) if result.dtype == _I32 else result
         return result if like is None else exported(result, like, bfloat16=half == "bfloat16")
 
 

@@ -47,6 +47,7 @@ from nbflow_kernels.formats.inferflow.q5 import Q5_B32T1, Q5_B64T1
 from nbflow_kernels.formats.inferflow.q6 import Q6_B64T1
 from nbflow_kernels.formats.inferflow.q8 import Q8_B32T1, Q8_B32T2
 from nbflow_kernels.formats.layout_cpu import CpuPacked
+from nbflow_kernels.formats.nf4_fp4 import by_name as nf4_fp4_by_name
 from nbflow_kernels.formats.outliers import add_outliers
 from nbflow_kernels.formats.q5h import Q5H_B64T1
 from nbflow_kernels.formats.registry import FORMATS, Formats, QuantFormat
@@ -124,7 +125,7 @@ FORMATS.fill(
         "q2_b32t1": "q2_b32t1b",
     },
 )
-FORMATS.families += [grouped_by_name, e2m1_by_name]
+FORMATS.families += [grouped_by_name, e2m1_by_name, nf4_fp4_by_name]
 
 
 def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:

@@ -235,8 +235,8 @@ class CodecSpec:
     """Bits per code, 1 to 8; codes are at most 2**code_bits - 1."""
     zero: int = 0
     """value(code) = code - zero, without `values`."""
-    values: tuple[int, ...] | None = None
-    """Codebook: value(code) = values[code]; 2**code_bits integers in -128..127."""
+    values: tuple[int, ...] | tuple[float, ...] | None = None
+    """Codebook: value(code) = values[code]; 2**code_bits integers in -128..127, or 16 floats."""
     factor: float = 1.0
     """Power of two; ``d * factor * scale`` is exact in float32."""
     scales: bool = False
@@ -252,6 +252,16 @@ class CodecSpec:
     """Type of `d` and `m`: "f16"; "f32"; "e8m0", a power of two, 2**-128 to 2**127; "e4m3", half of
     an unsigned float with 4 exponent bits (bias 7) and 3 mantissa bits; "u8", d = u / 1000 and
     m = v / 100 - 1 in float32."""
+
+    @property
+    def has_float_values(self) -> bool:
+        """True if the codebook has floats, which int8 products and the MMA layout cannot hold."""
+        return has_floats(self.values)
+
+
+def has_floats(values: tuple[int, ...] | tuple[float, ...] | None) -> bool:
+    """Return whether a codebook has numbers that are not integers."""
+    return values is not None and any(isinstance(value, float) for value in values)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ only the instructions of this layout, so features a format lacks cost nothing::
 ================================  =================================================================
 `codes(form, at, v)`              code vector v of the unit at address `at`: 64 bytes, where byte
                                   ``4 * row + j`` is the code of column ``4 * v + j``; value + 128
-                                  if the format has a codebook
+                                  if the format has a codebook of integers
 `unit_of(form, at, i)`            address of the codes of unit i of the block at address `at`
 `d_of(form, at, s)`               `d` (times `factor`) of sub-block s of the block at `at`, 16 rows
 `m_of(form, at, s)`               `m` likewise; -0, the additive identity, in formats without
@@ -45,6 +45,7 @@ from nbflow_kernels.cpu.float16 import emit_widen
 from nbflow_kernels.cpu.llvm import F32, I8, I16, I32, I64
 from nbflow_kernels.cpu.simd import f32x16, i8x64, i32x16
 from nbflow_kernels.cpu.simd_int8 import emit_lookup16, emit_move, emit_pair
+from nbflow_kernels.cpu.simd_shuffle import emit_lookup16_f32
 from nbflow_kernels.formats.layout_cpu import D_BYTES, FIELDS, PAIRS, CpuLayout
 
 intrinsic = functools.partial(
@@ -143,9 +144,9 @@ class _Emit:
         return result
 
     def value(self, at: Any, v: int) -> Any:
-        """Return code vector `v`; with a codebook, the looked-up values plus 128."""
+        """Return code vector `v`; with a codebook of integers, the looked-up values plus 128."""
         code = self.code(at, v)
-        if self.form.values is None:
+        if self.form.values is None or self.form.has_float_values:
             return code
         table = ([value + 128 for value in self.form.values] * 16)[:16]
         constant = ir.Constant(i8x64.llvm, table * 4)
@@ -261,7 +262,11 @@ class _Emit:
         builder, words = self.builder, i32x16.llvm
         shift = builder.trunc(builder.shl(j, ir.Constant(I64, 3)), I32)
         code = builder.lshr(builder.bitcast(u, words), self.splat(shift, words))
-        number = builder.sitofp(builder.and_(code, self.splat(255, words)), f32x16.llvm)
+        code = builder.and_(code, self.splat(255, words))
+        if self.form.has_float_values:
+            number = emit_lookup16_f32(builder, self.form.values or (), code, self.features)
+            return self.fma(scale, number, base)
+        number = builder.sitofp(code, f32x16.llvm)
         if self.form.zero and not self.form.folds_zero:
             number = builder.fsub(number, self.splat(float(self.form.zero), f32x16.llvm))
         return self.fma(scale, number, base)

@@ -64,6 +64,16 @@ class FloatFormat(QuantFormat):
     """Largest magnitude that does not round to infinity."""
     block_size: int = 1
 
+    @property
+    def takes_int8(self) -> bool:
+        """See `QuantFormat.takes_int8`."""
+        return False
+
+    @property
+    def has_mma_layout(self) -> bool:
+        """See `QuantFormat.has_mma_layout`."""
+        return False
+
     def quantize_rows(
         self, x: Floats, n_columns: int, quantizer: str, importance: Floats | None = None
     ) -> Bytes:

@@ -26,7 +26,7 @@ def codes(form: Any, at: Any, v: Any) -> Vector:
         if vector == v:
             stored = simd_int8.load_bytes(at + 64 * word)
             code |= simd_int8.move(stored, place, bit, width)
-    if form.values is None:
+    if form.values is None or form.has_float_values:
         return code
     table = np.resize(np.array(form.values, np.int32) + 128, LANES).astype(np.uint8)
     return table[code]
@@ -130,6 +130,8 @@ def parameters(form: Any, at: Any, s: Any) -> tuple[Vector, Vector]:
 
 def weight(form: Any, u: Vector, j: Any, scale: Vector, base: Vector) -> Vector:
     """Dequantize column `j` of a code vector."""
+    if form.has_float_values:
+        return simd.fma(scale, np.array(form.values, np.float32)[u[j::4]], base)
     number = u[j::4].astype(np.float32)
     if form.zero and not form.folds_zero:
         number = number - np.float32(form.zero)

@@ -38,7 +38,7 @@ from nbflow_kernels.cpu import huge_pages, jit, register_tiles, simd, simd_int8
 from nbflow_kernels.cpu.parallel_for import parallel_chunks, parallel_for
 from nbflow_kernels.cpu.simd_memory import read_f16, read_i32, write_f16
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks, ReadRows
+from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks, ReadRows, has_floats
 
 ROWS = 16  # rows per group: the lanes of a SIMD vector
 CHUNK = 1 << 20  # weights packed by a thread at once: the temporary arrays stay in the caches
@@ -84,14 +84,19 @@ class CpuLayout:
     sub_block: int
     """Columns that share scale and min."""
     zero: int
-    """value = code - zero; 128 with `values`, which are stored plus 128."""
-    values: tuple[int, ...] | None
+    """value = code - zero; 128 with integer `values`, which are stored plus 128; 0 with floats."""
+    values: tuple[int, ...] | tuple[float, ...] | None
     factor: float
     d_type: str
     base: str
     """"none", "d" or "min", as in `CodecSpec`."""
     scales: str
     """"none", "i8", "u8" or "u4"."""
+
+    @property
+    def has_float_values(self) -> bool:
+        """See `CodecSpec.has_float_values`."""
+        return has_floats(self.values)
 
     @property
     def folds_zero(self) -> bool:
@@ -183,7 +188,7 @@ def packed_form(form: CodecSpec) -> CpuLayout:
         block=max(form.block, unit),
         d_block=form.block,
         sub_block=form.sub_block,
-        zero=form.zero if form.values is None else 128,
+        zero=form.zero if form.values is None else 0 if form.has_float_values else 128,
         values=form.values,
         factor=form.factor,
         d_type=form.d_type,

@@ -50,6 +50,8 @@ def layout_bytes(format: str, n_rows: int, n_columns: int, on_device: bool = Fal
         rows = -(-n_rows // ROWS) * ROWS
         columns = -(-n_columns // FLOAT_COLUMNS) * FLOAT_COLUMNS
         return stored if on_device else rows * columns * known.block_bytes
+    if on_device and not known.has_mma_layout:
+        return stored
     if on_device:
         return -(-n_rows // TILE_ROWS) * unit_form(known.integer_form).tile_bytes(n_columns)
     form = packed_form(known.integer_form)

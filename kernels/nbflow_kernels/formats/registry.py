@@ -57,6 +57,16 @@ class QuantFormat(ABC):
         return False
 
     @property
+    def takes_int8(self) -> bool:
+        """True if weights are integers times a scale, which int8 activations can multiply."""
+        return True
+
+    @property
+    def has_mma_layout(self) -> bool:
+        """True if products on CUDA read the MMA layout; others dequantize panels to floats."""
+        return not self.decodes_from_storage
+
+    @property
     def integer_form(self) -> CodecSpec:
         """Decode formula of the format's integers; float formats have none.
 

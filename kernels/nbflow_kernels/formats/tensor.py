@@ -246,7 +246,7 @@ class QuantTensor:
         Products, `dequantize` and `embedding` still work and give the same results.  Formats
         without a packed layout keep their storage bytes.
         """
-        if self.format.decodes_from_storage or (self.on_device and self.is_float):
+        if self.format.decodes_from_storage or (self.on_device and not self.format.has_mma_layout):
             return
         if self.on_device:
             self.units()

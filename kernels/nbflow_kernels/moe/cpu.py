@@ -79,7 +79,7 @@ def grouped(
 
 def _is_block_quantized(w: Matrix) -> TypeGuard[QuantTensor]:
     """Return True for weights that int8 activations can multiply."""
-    return isinstance(w, QuantTensor) and not w.is_float
+    return isinstance(w, QuantTensor) and w.format.takes_int8
 
 
 def matmul(

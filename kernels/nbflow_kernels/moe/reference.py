@@ -83,7 +83,7 @@ def _rounded(x: np.ndarray, weights: Any, e: int, activations: str) -> np.ndarra
     w = weights if isinstance(weights, QuantTensor) else weights[e]
     if isinstance(w, QuantTensor) and activations == "bf16":
         return quant_reference.to_bf16(x)
-    if isinstance(w, QuantTensor) and activations == "int8" and not w.is_float:
+    if isinstance(w, QuantTensor) and activations == "int8" and w.format.takes_int8:
         return quant_reference.int8_values(x.astype(np.float32))
     return x
 

@@ -105,9 +105,9 @@ def qmatmul(
         raise UsageError(f"w must have shape (N, K), got {w.shape}")
     if activations not in ACTIVATIONS:
         raise unknown_name("kind of activations", activations, ACTIVATIONS)
-    if activations == "int8" and w.is_float:
+    if activations == "int8" and not w.format.takes_int8:
         raise UsageError(
-            f"activations='int8' needs weights in a block format, got {w.format.name}; "
+            f"activations='int8' needs weights in a block format of integers, got {w.format.name}; "
             "use activations='f32'"
         )
     check_together(x=x, w=w, bias=bias, out=out)

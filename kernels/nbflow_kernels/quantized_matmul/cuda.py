@@ -94,6 +94,8 @@ def qmatmul(
     if not x.shape[0] or not w.shape[0]:
         return
     has_units = has_mma_layout(w)
+    if activations == "int8" and not w.format.takes_int8:
+        activations = "f32"
     if activations == "bf16" and not (has_units and len(x) <= BF16_MAX_ROWS):
         cuda_dequant_gemm.qmatmul(x, w, bias, accumulate, out)
     elif w.is_float:

@@ -33,7 +33,7 @@ _BITS = {
 
 def has_mma_layout(w: QuantTensor) -> bool:
     """Return whether a weight has an MMA layout, which leaves out the outliers."""
-    return not w.is_float and not w.format.decodes_from_storage
+    return w.format.has_mma_layout
 
 
 def qmatmul(x: Any, w: QuantTensor, bias: Any, accumulate: bool, out: Any) -> None:

@@ -11,6 +11,7 @@ from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.formats.block_format import CHUNK
 from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.grouped import GroupFormat
+from nbflow_kernels.formats.nf4_fp4 import FloatCodebookFormat
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
 from nbflow_kernels.formats.user import UserFormat
 from nbflow_kernels.quantizers import (
@@ -19,6 +20,7 @@ from nbflow_kernels.quantizers import (
     grid_formats,
     grouped_formats,
     k_formats,
+    nf4_fp4,
 )
 from nbflow_kernels.quantizers.gain import takes_gain, unit_gain
 
@@ -57,6 +59,8 @@ def quantize_rows(
     encoder: Any = QUANTIZERS.get(format.name)
     if isinstance(format, AffineFormat | GroupFormat):
         encoder = affine_formats if isinstance(format, AffineFormat) else grouped_formats
+    elif isinstance(format, FloatCodebookFormat):
+        encoder = nf4_fp4
     if encoder is None:
         raise UsageError(
             f"format {format.name} is only read from checkpoints, it has no quantizer; weights of "

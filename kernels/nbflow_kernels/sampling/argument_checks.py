@@ -24,6 +24,16 @@ def check_valid(name: str, marks: Any, wanted: str, least: int = 0) -> None:
         raise UsageError(f"{name}: row {int(np.flatnonzero(marks < least)[0])} {wanted}")
 
 
+def check_tie_break(tie_break: Any) -> bool:
+    """Return True if the highest of equal elements are preferred, not the lowest."""
+    if isinstance(tie_break, bool) or tie_break not in (0, 1, 2):
+        raise UsageError(
+            "tie_break must be 0 or 1, the lowest indices of equal elements, or 2, the highest; "
+            f"got {tie_break!r}"
+        )
+    return bool(tie_break == 2)
+
+
 def counts_per_row(name: str, value: Any, B: int) -> Any:
     """Return one float64 per row from integers of at least 1, or infinity."""
     counts = per_row(name, value, B)

@@ -109,6 +109,27 @@ def _renorms(op: str, **options: Any) -> tuple[OpCase, OpCase, OpCase]:
     )
 
 
+def _top_k_transform(op: str, name: str, lengths: list[int], k: int, **options: Any) -> OpCase:
+    """Return a case with a window of each length; sequences are longer than the windows."""
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        N, L = len(lengths), max(lengths) + 5
+        given = {"lengths": np.array(lengths, np.int32), "k": k, **options}
+        scores = rng.integers(-9, 9, (N, L)).astype(np.float32)  # many ties
+        starts = rng.integers(0, 6, N).astype(np.int32)
+        if given.pop("starts", False):
+            given["row_starts"] = np.minimum(starts, L - np.array(lengths, np.int32))
+        if op == "top_k_ragged_transform":
+            return {"input": scores, "offsets": 100 * np.arange(N, dtype=np.int32), **given}
+        pages = rng.permutation(3 * (L + 6)).astype(np.int32).reshape(3, -1)
+        given["row_to_batch"] = rng.integers(0, 3, N).astype(np.int32)
+        if "page_size" in options:
+            given["page_table_row_starts"] = starts
+        return {"input": scores, "src_page_table": pages, **given}
+
+    return _exact(op, name, inputs, 4 * sum(lengths), reason="positions")
+
+
 def _top_k(name: str, B: int, V: int, k: int, timed: bool = False, **options: Any) -> OpCase:
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         rows = rng.integers(-50, 50, (B, V)).astype(np.float32)  # many ties
@@ -200,6 +221,17 @@ CASES = [
     _top_k("in_order_of_index", 3, 300, 20, sorted=False),
     _top_k("many_chunks", 2, 20_003, 150),
     _top_k("llama3", 4, 128256, 50, timed=True),
+    _top_k_transform("top_k_ragged_transform", "plain", [40, 7, 0, 300], 7),
+    _top_k_transform(
+        "top_k_ragged_transform", "last_of_equals", [600, 3, 30], 20, tie_break=2, starts=True
+    ),
+    _top_k_transform("top_k_page_table_transform", "plain", [33, 1, 16, 280], 16),
+    _top_k_transform(
+        "top_k_page_table_transform", "windows", [50, 9, 64], 8, starts=True, tie_break=1
+    ),
+    _top_k_transform(
+        "top_k_page_table_transform", "pages", [300, 5, 64], 30, starts=True, page_size=4
+    ),
     _mask("top_k_mask_logits", "plain", 4, 300, top_k=7),
     _mask("top_k_mask_logits", "per_row", 3, 33, top_k=_counts(1, 5, 100)),
     _mask("top_k_mask_logits", "llama3", 4, 128256, top_k=50, timed=True),

@@ -122,3 +122,30 @@ def top_k(x: Any, k: int, in_order: bool, values: Any, indices: Any) -> None:
 def _sort_shared_bytes(threads: int) -> int:
     """Return the shared memory of a sort: a count per digit and warp."""
     return 4 * 256 * (threads // 32)
+
+
+_top_k_transform = cuda.cpp_kernel(
+    __file__, "cuda_top_k_transform.cu", "top_k_transform",
+    "f32* x, i32* lengths, i32*? row_starts, i32*? offsets, i32*? table, i32*? row_to_batch, "
+    "i32*? table_starts, i32* out, i32*? raw, i64 x_row, i64 table_row, i32 page_size, i32 top_k, "
+    "i32 prefer_last",
+)  # fmt: skip
+_SELECT_THREADS = 256  # of `select_largest.cuh`
+
+
+def top_k_transform(
+    x: Any, windows: Any, offsets: Any, pages: Any, page_size: int, prefer_last: bool, out: Any,
+    raw: Any,
+) -> None:  # fmt: skip
+    """See `nbflow_kernels.sampling.top_k_transform`."""
+    if not len(out):
+        return
+    table, batches, firsts = pages or (None, None, None)
+    table_row = 0 if table is None else table.shape[1]
+    _top_k_transform(
+        len(out), _SELECT_THREADS,
+        (
+            x, *windows, offsets, table, batches, firsts, out, raw, x.strides[0] // 4, table_row,
+            page_size, out.shape[1], int(prefer_last),
+        ),
+    )  # fmt: skip

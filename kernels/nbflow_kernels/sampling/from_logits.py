@@ -11,6 +11,7 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import cpu, cuda
 from nbflow_kernels.sampling.argument_checks import (
     NOT_LOGITS,
+    check_tie_break,
     check_valid,
     counts_per_row,
     limits_of,
@@ -169,7 +170,9 @@ def top_k_top_p_sampling_from_logits(
     return _draw(logits, temperature, seed, offset, indices, first, top_k=top_k, top_p=top_p)
 
 
-def top_k(input: Any, k: int, sorted: bool = True) -> tuple[Any, Any]:
+def top_k(
+    input: Any, k: int, sorted: bool = True, deterministic: bool = False, tie_break: int = 0
+) -> tuple[Any, Any]:
     """Return the `k` largest elements of each row and their indices.
 
     Parameters
@@ -180,20 +183,25 @@ def top_k(input: Any, k: int, sorted: bool = True) -> tuple[Any, Any]:
         Number of elements, 1..V.
     sorted : bool
         Sort by value, the largest first; otherwise by index.
+    deterministic : bool
+        Results are deterministic, with False as well.
+    tie_break : {0, 1, 2}
+        The lowest index (0, 1) or the highest (2, in host memory only) wins among equals, and
+        comes first among them if sorted.
 
     Returns
     -------
     values : array of float32, shape (B, k)
         The elements.
     indices : array of int32, shape (B, k)
-        Their indices.  The lowest index wins and comes first among equals.
+        Their indices; int64 for tensors of PyTorch.
 
     Raises
     ------
     UsageError
-        If `k` is out of range or a row has a NaN.
+        If `k` or `tie_break` is out of range, a row has a NaN, or `tie_break` is 2 on a device.
     TypeError
-        If `input` is not an array of float32 or `k` not an integer.
+        If `input` is not an array of float32, `k` not an integer or `deterministic` not a bool.
 
     Notes
     -----
@@ -211,12 +219,29 @@ def top_k(input: Any, k: int, sorted: bool = True) -> tuple[Any, Any]:
         raise TypeError(f"k must be an integer, got {k!r}")
     if not 1 <= k <= input.shape[1]:
         raise UsageError(f"k must be 1..{input.shape[1]}, the number of columns, got {k}")
+    if not isinstance(deterministic, bool | np.bool_):
+        raise TypeError(f"deterministic must be a bool, got {deterministic!r}")
     shape = (len(input), int(k))
     values, indices = empty(input, shape), empty(input, shape, np.int32)
+    if check_tie_break(tie_break):
+        return _top_k_from_the_end(input, bool(sorted), values, indices)
     variant = cuda if is_cuda(input) else cpu
     variant.top_k(input, int(k), bool(sorted), values, indices)
     check_valid("input", indices[:, 0], "must not have a NaN")
     return values, indices
+
+
+def _top_k_from_the_end(x: Any, in_order: bool, values: Any, indices: Any) -> tuple[Any, Any]:
+    """Select the highest indices among equals: the lowest of the reversed rows."""
+    if is_cuda(x):
+        raise UsageError(
+            "tie_break=2 is for arrays in host memory; on a CUDA device take 0 or 1, or "
+            "top_k_ragged_transform, which has all three"
+        )
+    cpu.top_k(np.ascontiguousarray(x[:, ::-1]), values.shape[1], in_order, values, indices)
+    check_valid("input", indices[:, 0], "must not have a NaN")
+    found = x.shape[1] - 1 - indices
+    return (values, found) if in_order else (values[:, ::-1].copy(), found[:, ::-1].copy())
 
 
 def top_k_mask_logits(logits: Any, top_k: Any, *, out: Any = None) -> Any:

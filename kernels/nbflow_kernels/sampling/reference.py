@@ -179,12 +179,67 @@ def sampling_from_logits(
 top_k_top_p_sampling_from_logits = sampling_from_logits
 
 
-def top_k(input: np.ndarray, k: int, sorted: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def top_k(
+    input: np.ndarray, k: int, sorted: bool = True, deterministic: bool = False, tie_break: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """See `nbflow_kernels.top_k`."""
-    order = np.argsort(-input, axis=1, kind="stable")[:, :k]
+    if tie_break == 2:
+        order = input.shape[1] - 1 - np.argsort(-input[:, ::-1], axis=1, kind="stable")[:, :k]
+    else:
+        order = np.argsort(-input, axis=1, kind="stable")[:, :k]
     if not sorted:
         order = np.sort(order, axis=1)
     return np.take_along_axis(input, order, axis=1), order.astype(np.int32)
+
+
+def top_k_ragged_transform(
+    input: np.ndarray,
+    offsets: np.ndarray,
+    lengths: np.ndarray,
+    k: int,
+    deterministic: bool = False,
+    tie_break: int = 0,
+    dsa_graph_safe: bool = False,
+    row_starts: np.ndarray | None = None,
+) -> np.ndarray:
+    """See `nbflow_kernels.top_k_ragged_transform`."""
+    out = np.full((len(input), k), -1, np.int32)
+    for i, n in enumerate(lengths):
+        first = 0 if row_starts is None else row_starts[i]
+        row = input[i : i + 1, first : first + n].astype(np.float64)
+        chosen = top_k(row, min(n, k), sorted=False, tie_break=tie_break)[1][0]
+        out[i, : len(chosen)] = chosen + offsets[i]
+    return out
+
+
+def top_k_page_table_transform(
+    input: np.ndarray,
+    src_page_table: np.ndarray,
+    lengths: np.ndarray,
+    k: int,
+    row_to_batch: np.ndarray | None = None,
+    deterministic: bool = False,
+    tie_break: int = 0,
+    dsa_graph_safe: bool = False,
+    row_starts: np.ndarray | None = None,
+    page_table_row_starts: np.ndarray | None = None,
+    page_size: int = 1,
+    out_raw_indices: np.ndarray | None = None,
+) -> np.ndarray:
+    """See `nbflow_kernels.top_k_page_table_transform`."""
+    zeros = np.zeros(len(input), np.int32)
+    out = top_k_ragged_transform(
+        input, zeros, lengths, k, tie_break=tie_break, row_starts=row_starts
+    )
+    if out_raw_indices is not None:
+        out_raw_indices[...] = out
+    firsts = row_starts if page_table_row_starts is None else page_table_row_starts
+    for i, row in enumerate(out):
+        table = src_page_table[i if row_to_batch is None else row_to_batch[i]]
+        positions = row[row >= 0]
+        pages = table[(0 if firsts is None else firsts[i]) + positions // page_size]
+        row[row >= 0] = pages * page_size + positions % page_size
+    return out
 
 
 def top_k_mask_logits(logits: np.ndarray, top_k: Any) -> np.ndarray:

@@ -53,7 +53,7 @@ def cells(format: QuantFormat) -> list[str]:
         else YES,
         YES,
         YES,
-        NO_INT8 if is_float else YES,
+        YES if format.takes_int8 else NO_INT8,
         _cache(format),
         YES,
         YES,

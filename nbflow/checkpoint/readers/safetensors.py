@@ -112,7 +112,8 @@ def _blocks(
     format, weights, block = record["format"], record["shape"], record["block"]
     if not isinstance(format, str) or FORMATS.get(format) is None:
         raise UsageError(
-            f"{where}: unknown format {shown(format)}; register a user-defined format first"
+            f"{where}: unknown format {shown(format)}; a format of your own comes with "
+            "--plugins FILE, or nbflow.load_plugin(FILE) in Python"
         )
     known = FORMATS[format]
     if block != [known.block_size, known.block_bytes]:

@@ -146,9 +146,9 @@ def test_fma_rounds_once() -> None:
     assert simd.fma(a, a, simd.splat(0.0))[0] == np.float32(exact)
 
 
-@pytest.mark.parametrize("name", SYNTHETIC)
+@pytest.mark.parametrize("name", [*SYNTHETIC, "nf4_b64"])
 def test_fallbacks_read_packed_weights_to_the_bit(name: str, rng: np.random.Generator) -> None:
-    form = packed_form(SYNTHETIC[name].integer_form)
+    form = packed_form((SYNTHETIC.get(name) or nbflow_kernels.FORMATS[name]).integer_form)
     stored = rng.integers(0, 256, form.block_bytes).astype(np.uint8)
     if form.d_type in ("f16", "f32"):  # ordinary numbers
         numbers = rng.standard_normal(form.d_bytes // (2 if form.d_type == "f16" else 4))

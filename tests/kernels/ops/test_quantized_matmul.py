@@ -147,7 +147,9 @@ def test_errors_name_what_was_wrong():
         qmatmul(x, w, accumulate=True)
     with pytest.raises(UsageError, match="unknown kind of activations 'int4'"):
         qmatmul(x, w, activations="int4")
-    with pytest.raises(UsageError, match="'int8' needs weights in a block format, got f16"):
+    with pytest.raises(
+        UsageError, match="'int8' needs weights in a block format of integers, got f16"
+    ):
         qmatmul(x, quantize(x, "f16"), activations="int8")
     with pytest.raises(UsageError, match="out must not overlap x"):
         qmatmul(x, w, out=x[:, :3])

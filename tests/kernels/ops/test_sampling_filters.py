@@ -278,3 +278,66 @@ DRAFT = np.full((2, 1, 4), 0.25, np.float32)
 def test_wrong_arguments_are_named(call: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
+
+
+def test_ties_of_top_k() -> None:
+    x = np.array([[1, 3, 2, 3, 3], [5, 5, 5, 5, 5]], np.float32)
+    for tie_break, wanted in ((0, [[1, 3], [0, 1]]), (1, [[1, 3], [0, 1]]), (2, [[4, 3], [4, 3]])):
+        values, ids = nk.top_k(x, 2, deterministic=True, tie_break=tie_break)
+        assert (ids == wanted).all()
+        assert (values == np.take_along_axis(x, ids, 1)).all()
+        by_index = nk.top_k(x, 2, sorted=False, tie_break=tie_break)[1]
+        assert (by_index == np.sort(wanted, axis=1)).all()
+    with pytest.raises(UsageError, match=r"tie_break must be 0 or 1, .* got 3"):
+        nk.top_k(x, 2, tie_break=3)
+    with pytest.raises(TypeError, match="deterministic must be a bool, got 1"):
+        nk.top_k(x, 2, deterministic=1)
+
+
+def test_windows_and_pages_are_checked() -> None:
+    x, table = np.zeros((2, 8), np.float32), np.zeros((2, 4), np.int32)
+    lengths, ones = np.array([8, 3], np.int32), np.ones(2, np.int32)
+    raw = np.full((2, 3), 7, np.int32)
+    found = nk.top_k_page_table_transform(
+        x, table, lengths, 3, page_size=2, dsa_graph_safe=True, out_raw_indices=raw
+    )
+    assert (raw == [[0, 1, 2], [0, 1, 2]]).all()
+    assert (found == [[0, 1, 0], [0, 1, 0]]).all()
+    for call, message in (
+        (lambda: nk.top_k_ragged_transform(x, ones, lengths + 1, 2), "lengths must lie in 0..8"),
+        (lambda: nk.top_k_ragged_transform(x, ones, lengths, 0), "k must be positive"),
+        (
+            lambda: nk.top_k_ragged_transform(x, ones, lengths, 2, row_starts=ones),
+            r"row_starts \+ lengths must lie in 0..8",
+        ),
+        (
+            lambda: nk.top_k_page_table_transform(x, table, lengths, 2),
+            "the last page of a window must lie in 0..3, got 2..7",
+        ),
+        (
+            lambda: nk.top_k_page_table_transform(x, table, lengths, 2, page_size=3),
+            "page_size must be a power of two",
+        ),
+        (
+            lambda: nk.top_k_page_table_transform(x, table[:1], lengths, 2, page_size=2),
+            "src_page_table must have a row for each of the 2 rows",
+        ),
+        (
+            lambda: nk.top_k_page_table_transform(
+                x, table, lengths, 2, page_size=2, row_starts=0 * ones
+            ),
+            "page_table_row_starts is needed",
+        ),
+        (
+            lambda: nk.top_k_page_table_transform(x, table, lengths, 2, 2 * ones, page_size=2),
+            "row_to_batch must lie in 0..1",
+        ),
+        (
+            lambda: nk.top_k_page_table_transform(
+                x, table, lengths, 3, page_size=2, out=raw, out_raw_indices=raw
+            ),
+            "out_raw_indices must not overlap out",
+        ),
+    ):
+        with pytest.raises(UsageError, match=message):
+            call()

@@ -7,7 +7,7 @@ from typing import Any
 from nbflow_kernels import cuda
 from nbflow_kernels.arrays import empty
 
-_THREADS = 256  # of `select_keys.cu`
+_THREADS = 256  # of `select_largest.cuh`
 _select = cuda.cpp_kernel(
     __file__, "select_keys.cu", "select_keys",
     "f32* q, f32* weights, f32* keys, i32* batch, i32* positions, i32* kv_indices, i32* kv_indptr, "
