@@ -19,6 +19,7 @@ from nbflow_kernels.quantizers import (
     grid_formats,
     grouped_formats,
     k_formats,
+    trellis_formats,
 )
 from nbflow_kernels.quantizers.gain import takes_gain, unit_gain
 
@@ -26,6 +27,7 @@ QUANTIZERS: dict[str, Any] = {
     **k_formats.QUANTIZERS,
     **codebook_formats.QUANTIZERS,
     **grid_formats.QUANTIZERS,
+    **trellis_formats.QUANTIZERS,
 }
 """Quantizers by format name.  Each `AffineFormat` is quantized by `affine_formats` according to its
 rule; float formats round; user formats bring a function."""
