@@ -48,7 +48,7 @@ from nbflow_kernels.cpu import jit, register_tiles_int8, simd
 from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
 from nbflow_kernels.cpu.parallel_for import capture, get_num_threads, run_graph, set_num_threads
 from nbflow_kernels.cpu.simd_memory import prefetch_lines
-from nbflow_kernels.formats.decode_cpu import codes, d_of, unit_of
+from nbflow_kernels.formats.decode_cpu import codes, d_of
 from nbflow_kernels.formats.layout_cpu import CpuLayout, CpuPacked
 from nbflow_kernels.quantized_matmul import cpu, cpu_gemm_int8, cpu_gemv_int8
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows, quantize_activations
@@ -191,7 +191,7 @@ def in_chains(form: CpuLayout, tokens: int, n: int) -> Any:
                             prefetch_lines(at + cpu_gemv_int8.PREFETCH_BYTES, 5)
                         ints = register_tiles_int8.starts(1, tokens, n_at, n_step, zero)
                         for v in range(8):
-                            u = codes(form, unit_of(form, at, 0), v)
+                            u = codes(form, at, 0, v)
                             ints = register_tiles_int8.dots(ints, u, 0, x_at + 4 * v, x_step, 4)
                         d = d_of(form, at, 0)
                         if one or chain == 0:

@@ -1,12 +1,13 @@
 """Measure all weight formats for the tables of docs/formats.md and README.md.
 
     python tools/measure/formats.py [--machine NAME] [--repeats N] [--threads N] [--shape N K]
-                                    [--products | --rows FORMAT ...]
+                                    [--products | --rows FORMAT ... | FORMAT ...]
 
 Kernels: `nbflow_kernels.benchmarks.formats`.  Bundled model: the sweep
 experiments/sweeps/formats.toml. Writes results/formats/NAME/formats.json; `python
-tools/docs/update_tables.py` then writes the tables.  With --rows it appends the one-row products of
-these formats, such as those of checkpoints, to rows.jsonl there, and nothing else.
+tools/docs/update_tables.py` then writes the tables.  With names of formats only these are measured
+and added to the file, with the conditions of this measurement.  With --rows it appends the one-row
+products of these formats, such as those of checkpoints, to rows.jsonl there, and nothing else.
 """
 
 from __future__ import annotations
@@ -80,13 +81,34 @@ def append_products(arguments: argparse.Namespace, file: Path) -> None:
     append(file, facts, [{"weights": name} | more | row for name, row in found.items()])
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_rows(names: list[str], arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the rows of formats: kernels, and errors on the bundled model."""
     set_num_threads(arguments.threads)
-    kernels = formats.run(list(FORMATS), tuple(arguments.shape), arguments.repeats)
+    kernels = formats.run(names, tuple(arguments.shape), arguments.repeats)
+    sweep = ROOT / "experiments" / "sweeps" / "formats.toml"
     with tempfile.TemporaryDirectory() as folder:
-        if run_sweep(SweepOptions(ROOT / "experiments" / "sweeps" / "formats.toml", Path(folder))):
+        options = SweepOptions(sweep, Path(folder), (f"axes.weights={json.dumps(names)}",))
+        if run_sweep(options):
             raise SystemExit("the sweep over the bundled model failed")
         model = model_rows(Path(folder) / "formats" / "points.csv")
+    return {name: row | model[name] for name, row in kernels.items()}
+
+
+def add_formats(arguments: argparse.Namespace, file: Path) -> dict[str, Any]:
+    """Return the recorded report with the rows of some formats."""
+    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    names = [FORMATS[name].name for name in arguments.formats]
+    bandwidth = {"read_bandwidth_gb_per_s": read_bandwidth() / 1e9}
+    rows = measure_rows(names, arguments)
+    added = conditions() | bandwidth | {"threads": arguments.threads, "shape": arguments.shape}
+    report["added"] = report.get("added", {}) | dict.fromkeys(names, added)
+    found = report["formats"] | rows
+    report["formats"] = {name: found[name] for name in FORMATS if name in found}
+    return report
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    rows = measure_rows(list(FORMATS), arguments)
     return {
         "command": "python tools/measure/formats.py",
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -96,7 +118,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "shape": list(arguments.shape),
         "repeats": arguments.repeats,
         "read_bandwidth_gb_per_s": read_bandwidth() / 1e9,
-        "formats": {name: row | model[name] for name, row in kernels.items()},
+        "formats": rows,
     }
 
 
@@ -110,12 +132,16 @@ def main() -> None:
         "--products", action="store_true", help="measure matmuls only, keep the rest"
     )
     parser.add_argument("--rows", nargs="+", metavar="FORMAT", help="append products of formats")
+    parser.add_argument("formats", nargs="*", help="measure and add only these")
     arguments = parser.parse_args()
     if arguments.rows:
         append_products(arguments, ROOT / "results" / "formats" / arguments.machine / "rows.jsonl")
         return
     file = ROOT / "results" / "formats" / arguments.machine / "formats.json"
-    report = measure_products(arguments, file) if arguments.products else measure(arguments)
+    if arguments.formats:
+        report = add_formats(arguments, file)
+    else:
+        report = measure_products(arguments, file) if arguments.products else measure(arguments)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(report, indent=1) + "\n")
     print(file.relative_to(ROOT))

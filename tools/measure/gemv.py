@@ -119,8 +119,8 @@ def instructions(kernel: Any, arguments: tuple[Any, ...]) -> float:
     for block in re.split(r"\n(?=[.\w$]+:)", text):
         dots = block.count("\tvpdpbusd\t")
         if dots:  # of 64 weights each
-            body = block[: block.rindex("\tj") + 2]  # up to the loop's jump
-            loop = body[: body.index("\tj") + 2]
+            end = block.find("\tj")  # the loop's jump; a peeled first iteration may have none
+            loop = block if end < 0 else block[: end + 2]
             found = [line for line in loop.splitlines() if re.match(r"\t[a-z]", line)]
             counts.append((dots, 8 * len(found) / dots))
     if not counts:

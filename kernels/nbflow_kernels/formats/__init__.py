@@ -52,6 +52,7 @@ from nbflow_kernels.formats.outliers import add_outliers
 from nbflow_kernels.formats.q5h import Q5H_B64T1
 from nbflow_kernels.formats.registry import FORMATS, Formats, QuantFormat
 from nbflow_kernels.formats.tensor import QuantTensor
+from nbflow_kernels.formats.trellis import Q2T_B256, Q3T_B256, Q4T_B256
 
 __all__ = [
     "FORMATS",
@@ -83,6 +84,9 @@ FORMATS.fill(
         Q3_B32T1B,
         Q2_B32T1A,
         Q2_B32T1B,
+        Q4T_B256,
+        Q3T_B256,
+        Q2T_B256,
         Q8_0,
         Q5_1,
         Q5_0,
@@ -123,6 +127,9 @@ FORMATS.fill(
         "q3_b32t1": "q3_b32t1b",
         "q2": "q2_b32t1b",
         "q2_b32t1": "q2_b32t1b",
+        "q4t": "q4t_b256",
+        "q3t": "q3t_b256",
+        "q2t": "q2t_b256",
     },
 )
 FORMATS.families += [grouped_by_name, e2m1_by_name, nf4_fp4_by_name]

@@ -252,6 +252,9 @@ class CodecSpec:
     """Type of `d` and `m`: "f16"; "f32"; "e8m0", a power of two, 2**-128 to 2**127; "e4m3", half of
     an unsigned float with 4 exponent bits (bias 7) and 3 mantissa bits; "u8", d = u / 1000 and
     m = v / 100 - 1 in float32."""
+    trellis: int = 0
+    """Stored bits per weight of codes that are states of a bit stream (`trellis_code`), whose
+    decoded codes have 8 bits; 0: codes are stored one by one."""
 
     @property
     def has_float_values(self) -> bool:

@@ -8,7 +8,7 @@
 
 enum { D_F16, D_E8M0, D_E4M3, D_U8, D_F32 };                     // D_TYPE
 enum { NO_BASE, BASE_OF_BLOCK, BASE_OF_SUB_BLOCK, ZERO_POINT, FLOAT32_BASE };  // BASE
-enum { FROM_FIELD, ON_GRID, BASE_3 };                                          // CODES
+enum { FROM_FIELD, ON_GRID, BASE_3, TRELLIS };                                 // CODES
 
 // `Plane` of codec_spec.py; `end` is 0 if the plane has bits of all numbers.
 struct Plane {
@@ -117,7 +117,17 @@ DEV u32 bits_of_d(const u8* block, u32 i) {
 
 // ---- weights -------------------------------------------------------------------------------------
 
-// Code `i` of a block: from its field; a point's coordinate with the sign above; or a digit in base 3.
+// The 12 bits of a stream that end with the TRELLIS_BITS bits of number `n`; bits before it are 0.
+DEV u32 state_at(const u8* stream, int n) {
+  const int end = TRELLIS_BITS * (n + 1), last = (end - 1) >> 3;
+  u32 word = (u32)stream[last] << 16;
+  if (last > 0) word |= (u32)stream[last - 1] << 8;
+  if (last > 1) word |= stream[last - 2];
+  return word >> (end - 8 * last + 4) & 4095;
+}
+
+// Code `i` of a block: from its field; a point's coordinate with the sign above; a digit in base 3; or,
+// for a trellis, the entry of the state in `grid`.
 template <int KIND>
 DEV u32 code_at(const u8* block, Index<PIECE> i, const u16* grid) {
   if constexpr (KIND == ON_GRID) {
@@ -133,6 +143,8 @@ DEV u32 code_at(const u8* block, Index<PIECE> i, const u16* grid) {
     const u32 digit = n < 160 ? n / 32 : n < 240 ? (n - 160) / 16 : (n - 240) / 4;
     const u32 power = (u32)(0x511b090301ull >> 8 * digit) & 255;  // 3**digit
     return (block[at] * power & 255) * 3 >> 8;
+  } else if constexpr (KIND == TRELLIS) {
+    return grid[state_at(block + CODE_FIELD_AT, i.base + i.j)];
   } else {
     return number_at<Code>(block, i);
   }

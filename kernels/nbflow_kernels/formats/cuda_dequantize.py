@@ -15,6 +15,7 @@ import numpy as np
 
 from nbflow_kernels import cuda
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import trellis_code
 from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.formats.block_format import BlockFormat, FieldFormat
 from nbflow_kernels.formats.cuda_csr import add_rows
@@ -34,7 +35,7 @@ _PIECE = 8
 """Weights per thread at most; they share a scale."""
 _D_TYPES = {"f16": 0, "e8m0": 1, "e4m3": 2, "u8": 3, "f32": 4}
 _BASES = {"none": 0, "d": 1, "min": 2, "zero": 3, "base": 4}
-_FROM_FIELD, _ON_GRID, _BASE_3 = range(3)
+_FROM_FIELD, _ON_GRID, _BASE_3, _TRELLIS = range(4)
 
 
 def decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
@@ -102,14 +103,23 @@ def _unit_kernel(form: MmaLayout, half: bool) -> cuda.Kernel:
 
 
 def _tables(format: FieldFormat, device: cuda.KernelDevice) -> tuple[Any, Any]:
-    """Return the grid and the codebook in device memory, None for those that a format lacks."""
-    if not isinstance(format, BlockFormat) or format.form.values is None:
+    """Return the grid and the codebook in device memory, None for those that a format lacks.
+
+    The grid of a trellis is the code of each state.
+    """
+    trellis = format.integer_form.trellis
+    if not trellis and (not isinstance(format, BlockFormat) or format.form.values is None):
         return None, None
     key = ("formats", format.name)
     found = device.constants.get(key)
     if found is None:
-        grid = device.asarray(format.grid) if isinstance(format, GridFormat) else None
-        found = grid, device.asarray(np.array(format.form.values, np.float32))
+        if trellis:
+            codes = trellis_code.codes_of_states(trellis).astype(np.uint16)
+            found = device.asarray(codes), None
+        else:
+            assert isinstance(format, BlockFormat)
+            grid = device.asarray(format.grid) if isinstance(format, GridFormat) else None
+            found = grid, device.asarray(np.array(format.form.values, np.float32))
         device.constants[key] = found
     return found
 
@@ -151,6 +161,7 @@ def _defines(format: FieldFormat) -> dict[str, str | int]:
         "M": "base" if affine or own_base else "dmin",
     }
     kind = _ON_GRID if on_grid else _BASE_3 if isinstance(format, Base3Format) else _FROM_FIELD
+    kind = _TRELLIS if form.trellis else kind
     found: dict[str, str | int] = {
         "BLOCK": format.block_size,
         "BLOCK_BYTES": format.block_bytes,
@@ -165,6 +176,8 @@ def _defines(format: FieldFormat) -> dict[str, str | int]:
         "HAS_VALUES": int(form.values is not None),
         "PER_POINT": format.block_size // fields["point"].n if on_grid else 8,
         "PER_SIGN": format.block_size // fields["sign"].n if on_grid else 8,
+        "TRELLIS_BITS": form.trellis,
+        "CODE_FIELD_AT": fields.at("point" if on_grid else "code"),
         "SIGN_BITS": fields["sign"].bits if on_grid else 1,
     }
     for name, field in names.items():

@@ -7,15 +7,14 @@ only the instructions of this layout, so features a format lacks cost nothing::
     def make(form: CpuLayout):
         @jit.kernel
         def kernel(...):
-            u = codes(form, unit_at, v)
+            u = codes(form, block_at, unit, v)
             scale, base = parameters(form, block_at, s)
             w = weight(form, u, j, scale, base)
 
 ================================  =================================================================
-`codes(form, at, v)`              code vector v of the unit at address `at`: 64 bytes, where byte
-                                  ``4 * row + j`` is the code of column ``4 * v + j``; value + 128
-                                  if the format has a codebook of integers
-`unit_of(form, at, i)`            address of the codes of unit i of the block at address `at`
+`codes(form, at, i, v)`           code vector v of unit i of the block at address `at`: 64 bytes,
+                                  where byte ``4 * row + j`` is the code of column ``4 * v + j``;
+                                  value + 128 if the format has a codebook or a trellis
 `d_of(form, at, s)`               `d` (times `factor`) of sub-block s of the block at `at`, 16 rows
 `m_of(form, at, s)`               `m` likewise; -0, the additive identity, in formats without
 `scale_of(form, at, s, d)`        d times the integer scale of sub-block s, exact
@@ -44,8 +43,10 @@ from nbflow_kernels.cpu import interpreter, isa, jit, llvm, simd
 from nbflow_kernels.cpu.float16 import emit_widen
 from nbflow_kernels.cpu.llvm import F32, I8, I16, I32, I64
 from nbflow_kernels.cpu.simd import f32x16, i8x64, i32x16
+from nbflow_kernels.cpu.simd_bits import emit_lookup128, emit_windows
 from nbflow_kernels.cpu.simd_int8 import emit_lookup16, emit_move, emit_pair
 from nbflow_kernels.cpu.simd_shuffle import emit_lookup16_f32
+from nbflow_kernels.formats import trellis_code
 from nbflow_kernels.formats.layout_cpu import D_BYTES, FIELDS, PAIRS, CpuLayout
 
 intrinsic = functools.partial(
@@ -143,9 +144,52 @@ class _Emit:
             result = self.builder.or_(result, part)
         return result
 
-    def value(self, at: Any, v: int) -> Any:
-        """Return code vector `v`; with a codebook of integers, the looked-up values plus 128."""
-        code = self.code(at, v)
+    def trellis(self, at: Any, i: Any, v: int) -> Any:
+        """Return code vector `v` of unit `i` of a block: bits of states, mixed and looked up."""
+        k, n, n_oldest = self.form.bits, trellis_code.INDEX_BITS, trellis_code.OLDEST_BITS
+        end = k * (4 * v + 1)  # of the state of the first column
+        # with 2 bits, the oldest bits are the top ones of the newest bits of the columns before
+        below = n - n_oldest if 4 * k == trellis_code.STATE_BITS - n_oldest else 0
+        newest = self._windows(at, i, end - n, n)
+        oldest = self._windows(at, i, end - trellis_code.STATE_BITS - below, below + n_oldest)
+        flips = trellis_code.flips().tolist()
+        flips = [flips[byte >> below & (1 << n_oldest) - 1] for byte in range(1 << n)]
+        flip = emit_lookup128(self.builder, flips, oldest, self.features)
+        index = self.builder.xor(newest, flip)
+        return emit_lookup128(self.builder, trellis_code.levels(k).tolist(), index, self.features)
+
+    def _windows(self, at: Any, i: Any, first: int, n: int) -> Any:
+        """Return `n` bits of the stream per column, from bit `first` of unit `i` on.
+
+        The bits above of each byte are arbitrary.
+        """
+        k = self.form.bits
+        word, last = first // 32, (first + 3 * k + n - 1) // 32
+        words = self._stream_word(at, i, word)
+        first -= 32 * word
+        if last > word:  # 32 bits around the border
+            both = [self._stream_word(at, i, last), words]
+            skipped = 16 if first >= 16 else 8
+            shift = ir.Constant(i32x16.llvm, [skipped] * 16)
+            words = llvm.call(self.builder, "llvm.fshr.v16i32", i32x16.llvm, [*both, shift])
+            first -= skipped
+        return emit_windows(self.builder, words, first, k, self.features)
+
+    def _stream_word(self, at: Any, i: Any, word: int) -> Any:
+        """Return a word of the stream of unit `i`; word -1 is the last of the unit before, or 0."""
+        builder, unit = self.builder, self.unit(at, i)
+        if word >= 0:
+            return self.load(unit, 64 * word, I32)
+        inside = builder.icmp_unsigned("!=", i, ir.Constant(I64, 0))
+        before = builder.mul(builder.zext(inside, I64), ir.Constant(I64, 64))
+        words = self.load(builder.sub(unit, before), 0, I32)
+        return builder.and_(words, self.splat(builder.sext(inside, I32), i32x16.llvm))
+
+    def value(self, block: Any, i: Any, v: int) -> Any:
+        """Return code vector `v` of unit `i`; looked-up values plus 128 where there are such."""
+        if self.form.trellis:
+            return self.trellis(block, i, v)
+        code = self.code(self.unit(block, i), v)
         if self.form.values is None or self.form.has_float_values:
             return code
         table = ([value + 128 for value in self.form.values] * 16)[:16]
@@ -237,10 +281,12 @@ class _Emit:
     def unit(self, at: Any, i: Any) -> Any:
         """Return the address of the codes of unit `i`."""
         form, builder = self.form, self.builder
+        first = builder.add(at, ir.Constant(I64, form.d_bytes + form.codes_at))
+        if form.segment == form.block:
+            return builder.add(first, builder.mul(i, ir.Constant(I64, form.unit_bytes)))
         count = ir.Constant(I64, form.segment // form.unit)
         segment = builder.mul(builder.udiv(i, count), ir.Constant(I64, form.segment_bytes))
         unit = builder.mul(builder.urem(i, count), ir.Constant(I64, form.unit_bytes))
-        first = builder.add(at, ir.Constant(I64, form.d_bytes + form.codes_at))
         return builder.add(first, builder.add(segment, unit))
 
     def base(self, at: Any, s: Any, m: Any) -> Any:
@@ -313,19 +359,19 @@ def _function(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable
     return intrinsic(chosen)
 
 
-def _emit_codes(emit: _Emit, at: Any, v: Any) -> Any:
+def _emit_codes(emit: _Emit, at: Any, i: Any, v: Any) -> Any:
     """Switch on `v`, which is constant after LLVM unrolls the loop over code vectors."""
     builder = emit.builder
     n = emit.form.unit // 4
     done = builder.append_basic_block("codes.done")
-    cases = [builder.append_basic_block(f"codes.{i}") for i in range(n)]
+    cases = [builder.append_basic_block(f"codes.{case}") for case in range(n)]
     switch = builder.switch(v, cases[-1])
     values = []
-    for i, case in enumerate(cases):
-        if i < n - 1:
-            switch.add_case(ir.Constant(I64, i), case)
+    for vector, case in enumerate(cases):
+        if vector < n - 1:
+            switch.add_case(ir.Constant(I64, vector), case)
         builder.position_at_end(case)
-        values.append((emit.value(at, i), builder.block))
+        values.append((emit.value(at, i, vector), builder.block))
         builder.branch(done)
     builder.position_at_end(done)
     result = builder.phi(i8x64.llvm)
@@ -344,8 +390,7 @@ def _emit_parameters(emit: _Emit, at: Any, s: Any) -> tuple[Any, Any]:
 
 _INT = types.int64
 
-codes = _function("codes", i8x64, (_INT, _INT), _emit_codes)
-unit_of = _function("unit_of", _INT, (_INT, _INT), lambda emit, at, i: emit.unit(at, i))
+codes = _function("codes", i8x64, (_INT, _INT, _INT), _emit_codes)
 d_of = _function("d_of", f32x16, (_INT, _INT), lambda emit, at, s: emit.d(at, s))
 m_of = _function("m_of", f32x16, (_INT, _INT), lambda emit, at, s: emit.m(at, s))
 scale_of = _function(
@@ -394,7 +439,7 @@ def _decoder(known: CpuLayout) -> Callable[..., Any]:
                 for v in range(vectors):
                     s = (unit * vectors + v) // per_scale
                     scale, base = parameters(form, at, s)
-                    u = codes(form, unit_of(form, at, unit), v)
+                    u = codes(form, at, unit, v)
                     for j in range(4):
                         simd.store_f32(to + 64 * j, weight(form, u, j, scale, base))
                     to += 256

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.cpu.interpreter import simd, simd_int8
 from nbflow_kernels.cpu.interpreter.memory import LANES, read
+from nbflow_kernels.formats import trellis_code
 from nbflow_kernels.formats.layout_cpu import D_BYTES, FIELDS, PAIRS
 
 Vector = NDArray[Any]
@@ -16,8 +17,11 @@ Vector = NDArray[Any]
 # ---- code vectors -------------------------------------------------------------------------------
 
 
-def codes(form: Any, at: Any, v: Any) -> Vector:
-    """Return code vector `v` of a unit."""
+def codes(form: Any, at: Any, i: Any, v: Any) -> Vector:
+    """Return code vector `v` of unit `i` of the block at address `at`."""
+    if form.trellis:
+        return _trellis(form, at, i, v)
+    at = unit_of(form, at, i)
     if form.bits == PAIRS:
         pairs = _pair_word(at, v // 2)
         return simd_int8.pair_second(pairs) if v % 2 else simd_int8.pair_first(pairs)
@@ -32,6 +36,19 @@ def codes(form: Any, at: Any, v: Any) -> Vector:
     return table[code]
 
 
+def _trellis(form: Any, at: Any, i: Any, v: Any) -> Vector:
+    """Return code vector `v` of unit `i` of the bit stream of a block."""
+    bits = form.bits
+    end = bits * (32 * i + 4 * v + np.arange(1, 5))  # of the states of four columns
+    bytes_of_row = np.concatenate(
+        [read(unit_of(form, at, 0) + 64 * w, np.uint32, LANES)[:, None] for w in range(8 * bits)],
+        axis=1,
+    ).view(np.uint8)
+    states = trellis_code.states_of_stream(bytes_of_row, bits)[:, end // bits - 1]
+    found: Vector = trellis_code.codes_of_states(bits)[states].reshape(-1)
+    return found
+
+
 def _pair_word(at: Any, word: int) -> Vector:
     """Return pair codes in the low 7 bits; word 7 is gathered from the top bits of words 0 to 6."""
     if word < PAIRS:
@@ -42,7 +59,7 @@ def _pair_word(at: Any, word: int) -> Vector:
 
 
 def unit_of(form, at, i):
-    """Return the address of the codes of a unit."""
+    """Return the address of the codes of unit `i` of the block at address `at`."""
     segment, unit = divmod(i, form.segment // form.unit)
     first = at + form.d_bytes + form.codes_at
     return first + segment * form.segment_bytes + unit * form.unit_bytes

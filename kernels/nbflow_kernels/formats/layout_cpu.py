@@ -21,6 +21,9 @@ contiguous, so that a shift and a mask extract them; the rest fill the unused hi
 store code vectors 2w and 2w + 1 as ``x + 11 * y`` in the low 7 bits of word w; bit i of word 7 is
 the top bit of word i.
 
+Trellis-coded formats keep their bit streams: word w of a unit is, for each row, the 32 bits of the
+stream from bit 32 * w on, counted from the first weight of the unit.
+
 Codes take as many bits as in storage; integer scales are widened to bytes, which costs at most 4 %
 (`CpuPacked.bits_per_weight`).
 """
@@ -92,6 +95,13 @@ class CpuLayout:
     """"none", "d" or "min", as in `CodecSpec`."""
     scales: str
     """"none", "i8", "u8" or "u4"."""
+    trellis: bool = False
+    """True if the `bits` bits per weight are a bit stream of trellis states (`trellis_code`)."""
+
+    @property
+    def operand_bits(self) -> int:
+        """Bits of the bytes that products multiply: looked-up ones take 8."""
+        return 8 if self.trellis or self.values is not None else self.bits
 
     @property
     def has_float_values(self) -> bool:
@@ -162,6 +172,7 @@ def packed_form(form: CodecSpec) -> CpuLayout:
         If the layout does not support the form's block sizes or code bits.
     """
     bits = PAIRS if form.pairs else 8 if form.code_bits == 7 else form.code_bits
+    bits = form.trellis or bits
     n_values = 0 if form.values is None else len(form.values)
     sizes_fit = form.block % form.sub_block == 0 == form.sub_block % 16
     if not sizes_fit or (form.sub_block > 32 and form.sub_block % 32):
@@ -194,6 +205,7 @@ def packed_form(form: CodecSpec) -> CpuLayout:
         d_type=form.d_type,
         base=form.base,
         scales=scales,
+        trellis=form.trellis > 0,
     )
 
 

@@ -117,7 +117,8 @@ def _matmul_int8(
 
 def int8_kernel(form: CpuLayout, n_rows: int) -> Any:
     """Return the kernel for a number of rows of int8 activations."""
-    if n_rows > (8 if form.values is not None else _MAX_GEMV_ROWS.get(form.bits, 8)):
+    looked_up = form.trellis or form.values is not None
+    if n_rows > (8 if looked_up else _MAX_GEMV_ROWS.get(form.bits, 8)):
         return cpu_gemm_int8.gemm(form)
     if n_rows == 1:
         return cpu_gemv_int8.gemv(form, 1)

@@ -17,7 +17,7 @@ import numpy as np
 from numba.core import extending
 
 from nbflow_kernels.cpu import jit, register_tiles, simd
-from nbflow_kernels.formats.decode_cpu import codes, parameters, unit_of, weight
+from nbflow_kernels.formats.decode_cpu import codes, parameters, weight
 from nbflow_kernels.formats.layout_cpu import CpuLayout
 from nbflow_kernels.matmul import cpu_packed_tiles
 
@@ -100,7 +100,7 @@ def _decoder(known: CpuLayout, block: int, write: Any, written: int) -> Callable
                 for p in range(pieces):
                     scale, base = parameters(form, at, (unit * vectors + p * piece) // per_scale)
                     for v in range(piece):
-                        u = codes(form, unit_of(form, at, unit), p * piece + v)
+                        u = codes(form, at, unit, p * piece + v)
                         write(form, u, scale, base, to)
                         to += written
             at += block_bytes

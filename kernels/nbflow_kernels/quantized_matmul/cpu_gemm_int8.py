@@ -12,7 +12,7 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit, register_tiles_int8, simd, simd_int8
 from nbflow_kernels.cpu.simd_memory import prefetch
-from nbflow_kernels.formats.decode_cpu import base_of, codes, d_of, m_of, scale_of, unit_of
+from nbflow_kernels.formats.decode_cpu import base_of, codes, d_of, m_of, scale_of
 from nbflow_kernels.formats.layout_cpu import CpuLayout
 from nbflow_kernels.matmul.cpu_packed_tiles import epilogue
 from nbflow_kernels.quantized_matmul.cpu_gemv_int8 import LINE, piece_vectors
@@ -32,7 +32,7 @@ def gemm(form: CpuLayout) -> Any:
     block_bytes = form.block_bytes
     per_scale, block = form.sub_block // (4 * vectors), form.block
     halves = 1 if vectors == 4 else 0
-    bits = 8 if form.values is not None else form.bits
+    bits = form.operand_bits
     lines = -(-2 * block_bytes // (units * pieces * LINE))  # prefetched per piece
 
     @jit.kernel
@@ -54,7 +54,6 @@ def gemm(form: CpuLayout) -> Any:
                 w_at, s_at, b_at = w_base + g * w_step, s_base + g * s_step, b_base + g * s_step
                 for _ in range(n_blocks):
                     for unit in range(units):
-                        unit_at = unit_of(form, at, unit)
                         for p in range(pieces):
                             s = (unit * pieces + p) // per_scale
                             simd.store_f32(s_at, scale_of(form, at, s, d_of(form, at, s)))
@@ -63,7 +62,7 @@ def gemm(form: CpuLayout) -> Any:
                                 simd.store_f32(b_at, base_of(form, at, s, m_of(form, at, s)))
                                 b_at += 64
                             for v in range(vectors):
-                                u = codes(form, unit_at, p * vectors + v)
+                                u = codes(form, at, unit, p * vectors + v)
                                 simd_int8.store_bytes(w_at, u)
                                 w_at += 64
                     at += block_bytes

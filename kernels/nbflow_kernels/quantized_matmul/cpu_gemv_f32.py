@@ -16,7 +16,7 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.simd_int8 import broadcast_f32
-from nbflow_kernels.formats.decode_cpu import codes, parameters, unit_of, weight
+from nbflow_kernels.formats.decode_cpu import codes, parameters, weight
 from nbflow_kernels.formats.layout_cpu import CpuLayout
 from nbflow_kernels.matmul.cpu_packed_tiles import epilogue
 
@@ -45,7 +45,7 @@ def gemv(form: CpuLayout) -> Any:
                     for v in range(vectors):
                         s = (unit * vectors + v) // per_scale
                         scale, base = parameters(form, at, s)
-                        u = codes(form, unit_of(form, at, unit), v)
+                        u = codes(form, at, unit, v)
                         w = weight(form, u, 0, scale, base)
                         chain0 = simd.fma(w, broadcast_f32(x_at), chain0)
                         w = weight(form, u, 1, scale, base)

@@ -19,7 +19,7 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit, register_tiles_int8, simd
 from nbflow_kernels.cpu.simd_memory import prefetch_lines
-from nbflow_kernels.formats.decode_cpu import base_of, codes, d_of, m_of, scale_of, unit_of
+from nbflow_kernels.formats.decode_cpu import base_of, codes, d_of, m_of, scale_of
 from nbflow_kernels.formats.layout_cpu import CpuLayout
 from nbflow_kernels.matmul.cpu_packed_tiles import epilogue
 
@@ -44,7 +44,7 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
     units, pieces = form.block // form.unit, form.unit // 4 // vectors
     block_bytes = form.block_bytes
     per_scale, several_d = form.sub_block // (4 * vectors), form.block != form.d_block
-    halves, bits = 1 if vectors == 4 else 0, 8 if form.values is not None else form.bits
+    halves, bits = 1 if vectors == 4 else 0, form.operand_bits
     share = block_bytes // (units * pieces)  # bytes prefetched with each piece
     lines = -(-share // LINE)
 
@@ -72,7 +72,6 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
                 for _ in range(n_blocks):
                     d, m = d_of(form, at, 0), m_of(form, at, 0)
                     for unit in range(units):
-                        unit_at = unit_of(form, at, unit)
                         for p in range(pieces):
                             prefetch_lines(ahead, lines)
                             ahead += share
@@ -83,7 +82,7 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
                                 1, tokens, starts_at + 4 * piece, n_step, 1
                             )
                             for v in range(vectors):
-                                u = codes(form, unit_at, p * vectors + v)
+                                u = codes(form, at, unit, p * vectors + v)
                                 ints = register_tiles_int8.dots(
                                     ints, u, 0, x_at + 4 * v, x_step, bits
                                 )

@@ -21,6 +21,7 @@ from nbflow_kernels.quantizers import (
     grouped_formats,
     k_formats,
     nf4_fp4,
+    trellis_formats,
 )
 from nbflow_kernels.quantizers.gain import takes_gain, unit_gain
 
@@ -28,6 +29,7 @@ QUANTIZERS: dict[str, Any] = {
     **k_formats.QUANTIZERS,
     **codebook_formats.QUANTIZERS,
     **grid_formats.QUANTIZERS,
+    **trellis_formats.QUANTIZERS,
 }
 """Quantizers by format name.  Each `AffineFormat` is quantized by `affine_formats` according to its
 rule; float formats round; user formats bring a function."""

@@ -64,8 +64,8 @@ def products() -> dict[str, str]:
     """Return digests of products with int8 activations."""
     rng = np.random.default_rng(7)
     digests = {}
-    # 8-bit codes, whose products 16-bit sums do not hold; pairs, with a base
-    for name, sizes in (("q8_0", (1, 20)), ("q3h", (1,))):
+    # 8-bit codes, whose products 16-bit sums do not hold; pairs, with a base; bit streams
+    for name, sizes in (("q8_0", (1, 20)), ("q3h", (1,)), ("q2t", (1,)), ("q3t", (1,))):
         w = rng.standard_normal((35, 96), dtype=np.float32)
         w[0] = 9.0  # every code and every activation at its limit
         quantized = nk.quantize(w, name, quantizer="reference")

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from llvmlite import binding, ir
 from numba import njit
+from numba.core import extending
 
-from nbflow_kernels.cpu import isa, simd, simd_int8, simd_shuffle
+from nbflow_kernels.cpu import isa, simd, simd_bits, simd_int8, simd_shuffle
 
 X86 = [
     frozenset({"x86"}),
@@ -101,6 +102,53 @@ def test_lookup_of_all_indices(features):
     index = rng.integers(0, 16, 64).astype(np.uint8)
     got = run(kernel, np.tile(table, 4), index, out=np.zeros(64, np.uint8))
     assert np.array_equal(got, table[index])
+
+
+def bits_kernel(features, emit):
+    """Return a kernel of an emitter of `simd_bits` that takes 64 bytes."""
+
+    @extending.intrinsic
+    def operation(typing_context, v):
+        def codegen(context, builder, signature, args):
+            return emit(builder, args[0], features)
+
+        return simd.i8x64(v), codegen
+
+    @njit
+    def kernel(v, out):
+        v = operation(simd_int8.load_bytes(simd.address(v)))
+        simd_int8.store_bytes(simd.address(out), v)
+
+    return kernel
+
+
+@pytest.mark.parametrize("features", RUNNABLE, ids=NAMES)
+@pytest.mark.parametrize(("first", "step"), [(0, 2), (11, 3), (5, 4), (-3, 2), (20, 3)])
+def test_windows_of_bits(features, first, step):
+    def emit(builder, v, features):
+        words = builder.bitcast(v, simd.i32x16.llvm)
+        return simd_bits.emit_windows(builder, words, first, step, features)
+
+    words = np.random.default_rng(3).integers(0, 1 << 32, 16).astype(np.uint32)
+    got = run(bits_kernel(features, emit), words, out=np.zeros(64, np.uint8)).reshape(16, 4)
+    for j in range(4):
+        start = first + step * j
+        low, high = max(0, -start), min(8, 32 - start)  # other bits of the byte are arbitrary
+        mask = (1 << high) - (1 << low)
+        want = (words.astype(np.uint64) << 8 >> np.uint64(start + 8)).astype(np.uint64) & mask
+        assert np.array_equal(got[:, j] & mask, want)
+
+
+@pytest.mark.parametrize("features", RUNNABLE, ids=NAMES)
+def test_lookup_among_128(features):
+    table = np.random.default_rng(4).integers(0, 256, 128).astype(np.uint8)
+
+    def emit(builder, v, features):
+        return simd_bits.emit_lookup128(builder, table.tolist(), v, features)
+
+    index = np.arange(256, dtype=np.uint8)  # the top bit does not count
+    got = run(bits_kernel(features, emit), index, out=np.zeros(256, np.uint8))
+    assert np.array_equal(got, table[index & 127])
 
 
 @pytest.mark.parametrize("features", RUNNABLE, ids=NAMES)

@@ -312,7 +312,7 @@ def use_form(form: CpuLayout) -> Any:
         for unit in range(units):
             for v in range(vectors):
                 s = (unit * vectors + v) // per_scale
-                u = decode_cpu.codes(form, decode_cpu.unit_of(form, packed, unit), v)
+                u = decode_cpu.codes(form, packed, unit, v)
                 d, m = decode_cpu.d_of(form, packed, s), decode_cpu.m_of(form, packed, s)
                 simd_int8.store_bytes(out, u)
                 simd.store_f32(out + 64, decode_cpu.scale_of(form, packed, s, d))

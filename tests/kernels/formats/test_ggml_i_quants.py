@@ -316,6 +316,39 @@ def test_search_finds_the_best_of_all_scales_there_are(name, size, weighted):
     assert hit.mean() >= {"mxfp4": 1, "nvfp4": 0.98}[name]
 
 
+@pytest.mark.parametrize(("name", "size"), [("mxfp4", 32), ("nvfp4", 16)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_search_loses_to_neither_six_nor_four_nor_plain_in_any_block(name, size, weighted):
+    # without the two scales as they are, the search loses in 3 blocks of nvfp4
+    rng = np.random.default_rng(1)
+    x = np.concatenate([rng.standard_normal((24, 1024)), rng.standard_t(3, (24, 1024))])
+    x = x.astype(np.float32)
+    weight = rng.uniform(0, 1, x.shape).astype(np.float32) if weighted else None
+    counts = np.ones(x.shape) if weight is None else weight.astype(np.float64)
+
+    def losses(y, n):
+        return (np.square(y.astype(np.float64) - x) * counts).reshape(-1, n).sum(axis=1)
+
+    y = dequantize(encoded(name, x, "search", weight))
+    plain = dequantize(encoded(name, x, "reference"))
+    levels = np.unique(weights_of_all_codes(name)).astype(np.float64)
+    scales = {"mxfp4": E8M0, "nvfp4": E4M3[:127]}[name].astype(np.float64)
+    blocks = x.reshape(-1, size).astype(np.float64)
+    of_four_over_six = np.full(len(blocks), np.inf)
+    for level in (6, 4):  # levels and E4M3 are stored at twice and half their values
+        wanted = np.abs(blocks).max(axis=1) / (2 * level)
+        scale = scales[np.searchsorted((scales[1:] + scales[:-1]) / 2, wanted)][:, None, None]
+        off = np.abs(blocks[:, :, None] - scale * levels).min(axis=2)
+        loss = (np.square(off) * counts.reshape(-1, size)).sum(axis=1)
+        of_four_over_six = np.minimum(of_four_over_six, loss)
+    # float32 sums of 16 or 32 squares on one side
+    assert (losses(y, size) <= of_four_over_six * (1 + 1e-5)).all()
+    n = FORMATS[name].block_size
+    assert (losses(y, n) <= losses(plain, n)).all()
+    gain = {"mxfp4": 1, "nvfp4": 0.96}[name]  # of more scales than two, in squared error
+    assert losses(y, n).sum() <= gain * of_four_over_six.sum() * (1 + 1e-5)
+
+
 @pytest.mark.parametrize("name", ["iq4_nl", "q2_0", "tq2_0"])
 def test_search_is_near_the_best_of_all_scales(name):
     x = bell(14, (4, 512))

@@ -28,6 +28,7 @@ from nbflow_kernels.formats.affine_format import (
 from nbflow_kernels.formats.block_format import BlockFormat
 from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.ggml.k_format import KQuantFormat
+from nbflow_kernels.formats.trellis import TrellisFormat
 from nbflow_kernels.formats.user import UserFormat
 from nbflow_kernels.formats.user_cuda import on_device, user_key
 from nbflow_kernels.quantizers.cuda import codebook, ggml_iq1, ggml_iq2_iq3, ggml_k
@@ -53,6 +54,11 @@ def quantize(x: Any, format: QuantFormat, quantizer: str) -> Any:
         raise UsageError(
             f"{format.name} has no quantizer {quantizer!r} on a CUDA device; "
             "it has quantizer='reference'; quantize in host memory and take to_device()"
+        )
+    if isinstance(format, TrellisFormat):
+        raise UsageError(
+            f"{format.name} has no quantizer on a CUDA device; quantize in host memory and take "
+            "to_device()"
         )
     device = cuda.device_of(x)
     n_blocks = format.row_blocks(x.shape[1])

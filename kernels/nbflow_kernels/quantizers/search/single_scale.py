@@ -114,11 +114,15 @@ def _search_panel(at, rows, size, levels, middles, rule, index, best, more):
         first = rows[IDEAL, lane] / rule.tops[0] / rows[NORM, lane]
         best[lane], index[lane] = nearest_stored(first, rule.stored, rule.buckets), 0
         rows[SUM_X, lane] = rows[SUM_Q, lane] = 0
-    n_attempts = len(rule.tops) * rule.rounds
+    n_fitted = len(rule.tops) * rule.rounds
+    n_attempts = n_fitted + len(rule.plain)
     for attempt in range(n_attempts + 2):
         for lane in range(LANES):
             norm = rows[NORM, lane]
-            if attempt >= n_attempts:  # the neighbours of the best
+            if n_fitted <= attempt < n_attempts:  # the largest weight is 1
+                value = rule.plain[attempt - n_fitted] / norm
+                index[lane] = nearest_stored(value, rule.stored, rule.buckets)
+            elif attempt >= n_attempts:  # the neighbours of the best
                 index[lane] = best[lane] + (-1 if attempt == n_attempts else 1)
             elif attempt % rule.rounds == 0:
                 value = rows[IDEAL, lane] / rule.tops[attempt // rule.rounds] / norm

@@ -60,6 +60,9 @@ class Rule(NamedTuple):
     buckets: NDArray[np.int16]
     """Index in `stored` of the last number not above the least float32 with given high bits, where
     `nearest_stored` begins; by the bits without the lowest `BUCKET_BITS`."""
+    plain: Floats
+    """Values of d that are tried too, rounded to storage, in units of the largest weight; only
+    without integer scales."""
 
 
 def rule(
@@ -70,16 +73,19 @@ def rule(
     rounds: int = 3,
     stored: ArrayLike = (),
     signed: bool = False,
+    plain: ArrayLike = (),
 ) -> Rule:
     """Return a rule; `scales` are `by`, `plus`, `lowest` and `highest`, by default none."""
     by, plus, lowest, highest = (np.float32(v) for v in scales)
-    first, multiples, numbers = (
-        np.array(v, np.float32).reshape(-1) for v in (starts, tops, stored)
+    first, multiples, numbers, ratios = (
+        np.array(v, np.float32).reshape(-1) for v in (starts, tops, stored, plain)
     )
     least = (np.arange(0x7F800000 >> BUCKET_BITS, dtype=np.uint32) << BUCKET_BITS).view(np.float32)
     below = np.searchsorted(numbers, np.append(least, np.float32(np.inf)), side="right") - 1
     buckets = np.clip(below, 0, max(0, len(numbers) - 2)).astype(np.int16)
-    return Rule(by, plus, lowest, highest, first, multiples, rounds, numbers, signed, buckets)
+    return Rule(
+        by, plus, lowest, highest, first, multiples, rounds, numbers, signed, buckets, ratios
+    )
 
 
 class SearchResult(NamedTuple):
