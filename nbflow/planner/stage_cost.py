@@ -61,11 +61,15 @@ class RankWork:
         self.program = fuse(partition(program or model.program, all_layers))
         mine = range(*plan.layers)
         self.counts = {layer: sum(i in of_kind for i in mine) for layer, of_kind in model.kinds}
+        sources = {model.spec.kv_source(i) for i in mine}
+        self._carried = sorted(sources - set(mine))
+        """Layers of earlier stages whose keys and values the rank stores, too."""
 
     @property
     def n_kv_layers(self) -> int:
-        """Number of layers of the rank that have keys and values."""
-        return sum(self.counts[layer] for layer in self.program.kv_layers)
+        """Number of layers whose keys and values the rank stores."""
+        own = sum(self.counts[layer] for layer in self.program.kv_layers)
+        return own + len(self._carried)
 
     def count(self, op: Op) -> int:
         """Return the number of ops of the rank that an op of the program stands for."""
@@ -77,10 +81,11 @@ class RankWork:
 
     def kv_token_bytes(self, kv: str) -> int:
         """Return the KV cache bytes per token."""
-        return sum(
+        own = sum(
             self.counts[layer] * kv_layer_bytes(self.program, kv, layer)
             for layer in self.program.kv_layers
         )
+        return own + sum(kv_layer_bytes(self.program, kv, layer) for layer in self._carried)
 
     def state_bytes(self) -> int:
         """Return the bytes of the recurrent states of one sequence."""

@@ -9,7 +9,8 @@ Kinds of op:
 ============  ===============================================================================
 embedding     out = table[ids]; attr ``index``: ids, positions or types; attr ``scale``; without a
               table the sinusoidal one; attr ``first_row``: the table is a shard that begins with
-              that row, and rows of other shards are zeros
+              that row, and rows of other shards are zeros; ``rows``: rows of the whole table, of
+              which further ids take the first
 norm          out = norm(input); attrs ``norm`` (rms, layer), ``eps``, ``offset``, ``per_head``,
               ``head`` (columns of a head, if not those of keys), ``own_weights`` (a weight for each
               head), ``columns`` (of the first columns only); with a second input, the rows are
@@ -18,8 +19,8 @@ sum_squares   out = sums of squares of the rows of each input, a column for each
               False for inputs that count as zero
 linear        out = input @ W.T + bias, W the concatenated rows of all `weights`;
               with attr ``accumulate``: out += ...; ``normalize_rows``: W's rows scaled to length 1
-rope          rotate the inputs (q, k) in place, attr ``rope``; attrs ``first``: first column of
-              each head that is rotated, ``head``: columns of a head, if not those of keys
+rope          rotate the inputs (q, k), or q alone, in place, attr ``rope``; attrs ``first``: first
+              column of each head that is rotated, ``head``: columns of a head, if not those of keys
 hadamard      rotate blocks of columns of the inputs in place; attr ``block``: columns of a block
 temperature   queries of out *= 1 + scale * ln(1 + (position + offset) // floor);
               attrs ``scale``, ``floor``, ``offset``
@@ -33,8 +34,9 @@ select_keys   out = positions of the keys with the largest index scores, int32, 
               index queries, weights of their heads
 sparse_attention
               out = attention(q) over the selected keys of the layer's pages; inputs (q, selection)
-attention     out = attention(q) over the layer's pages, attrs ``window`` and ``chunk``; the weight
-              is the relative position bias by bucket, the bias the attention sinks
+attention     out = attention(q) over the layer's pages, attrs ``window`` and ``chunk``; attr
+              ``kv_layer``: over the pages of that layer; the weight is the relative position bias
+              by bucket, the bias the attention sinks
 cross_attention
               out = attention(q) over all cached states of the encoder
 input         out = external rows, one per token
@@ -60,12 +62,22 @@ experts       out = weighted sum of the experts that the router chooses; inputs 
               are gate, up and down matrices of the experts in attr ``experts`` (`expert_parts`);
               the bias is that of the choice; with attr ``biased`` biases of gates, ups and downs
               follow; with attr ``weigh_inputs`` the router's weights multiply the inputs of the
-              experts; attr ``gated``: False for experts without gate matrices
+              experts; attr ``gated``: False for experts without gate matrices; attr ``scaled``: the
+              bias is instead a factor of each expert's weight
 plugin        out = op of a plugin of the input, attr ``op``: its name (`nbflow.spec.plugin_ops`);
               attr ``columns``: columns of the input that the rank's shard reads
 scale_rows    out *= sigmoid(input @ w) for each row
 add           out += input; attr ``scale``: a factor of the input
 scale         out = input * attr ``scale``
+scale_columns out = input * weight, a number for each column or one for all
+match_rms     out = the first input with rows of the root mean square of the second's; attr
+              ``least``: least mean square of a row of the first
+mix           out += weighted sum of streams, blocks of ``width`` columns: for each stream of out
+              the second input has a weight, plus attr ``offset``, for each stream of the first
+row_moments   out = sum and sum of squares of each row of the input
+gaussian_topk
+              out = max(0, input - mean - ``deviations`` * deviation), attrs ``width``: columns of
+              whole rows; inputs (rows, their moments)
 soft_cap      out = cap * tanh(input / cap), attr ``cap``
 take_rows     out = rows of the input whose hidden states are needed, those with logits first
 all_reduce    sum `out` over the tensor parallel group, attrs ``ranks`` and ``all_reduce`` (f32, or
@@ -93,7 +105,8 @@ Kind = Literal[
     "copy_heads", "heads_linear", "append_kv", "append_index", "select_keys", "sparse_attention",
     "attention", "cross_attention", "input", "activation", "gate", "conv", "sigmoid", "log_decay",
     "delta_rule", "lightning", "mamba1", "mamba2", "gated_norm", "experts", "plugin", "scale_rows",
-    "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
+    "add", "scale", "scale_columns", "match_rms", "mix", "row_moments", "gaussian_topk",
+    "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
 ]  # fmt: skip
 _MAX_SHOWN = 4
 COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})
@@ -180,6 +193,11 @@ def expert_parts(op: Op, items: Sequence[Any]) -> list[list[Any]]:
     """
     first, end = op.attrs["experts"]
     return [list(items[i : i + end - first]) for i in range(0, len(items), end - first)]
+
+
+def kv_layer(op: Op) -> int:
+    """Return the layer whose keys and values an op reads or writes."""
+    return int(op.attrs.get("kv_layer", op.layer or 0))
 
 
 StateKey = tuple[int, str]
