@@ -30,6 +30,7 @@ from nbflow_kernels.plugins import loaded_plugins as loaded_plugins
 from nbflow_kernels.position import *
 from nbflow_kernels.quantized_matmul import qmatmul as qmatmul
 from nbflow_kernels.quantizers import quantize as quantize
+from nbflow_kernels.row_statistics import *
 from nbflow_kernels.sampling import *
 from nbflow_kernels.sparse import *
 from nbflow_kernels.state_space import *

@@ -33,7 +33,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "apply_rope_with_cos_sin_cache", "apply_llama31_rope", "apply_llama31_rope_inplace",
         "apply_llama31_rope_pos_ids", "apply_llama31_rope_pos_ids_inplace", "rope_frequencies",
         "RopeScaling", "LinearRopeScaling", "DynamicNtkRopeScaling", "YarnRopeScaling",
-        "Llama3RopeScaling", "LongRopeScaling", "alibi_slopes", "alibi_bias",
+        "Llama3RopeScaling", "LongRopeScaling", "ProportionalRopeScaling",
+        "alibi_slopes", "alibi_bias",
         "relative_position_bucket", "relative_position_bias", "sinusoidal_position_embedding",
         "add_learned_positions", "apply_attention_temperature_inplace",
     ),
@@ -58,6 +59,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "delta_rule": ("gated_delta_rule",),
     "gating": ("gated_product", "log_decay"),
     "hadamard": ("hadamard_transform",),
+    "row_statistics": ("match_rms", "row_moments", "gaussian_topk"),
     "state_space": ("mamba1_scan", "mamba2_scan"),
     "linear_attention": ("lightning_attention",),
     "masks": ("convert_bsr_mask_layout", "packbits", "segment_packbits"),
@@ -98,6 +100,7 @@ NO_CUDA: dict[str, str] = {
     "YarnRopeScaling": _RECORD,
     "Llama3RopeScaling": _RECORD,
     "LongRopeScaling": _RECORD,
+    "ProportionalRopeScaling": _RECORD,
     "SharedExpert": _RECORD,
 }
 """Public names without a CUDA variant and the reason; all others run on CUDA devices too."""

@@ -67,6 +67,8 @@ class RankPlan:
     """Rows of embedding and head of each rank of the group."""
     all_reduce: str = "f32"
     """Payload of all-reduces: "f32", or quantized "q8"."""
+    has_wide_neighbour: bool = False
+    """A stage before or behind this one has several ranks."""
 
     @property
     def index(self) -> int:
@@ -173,6 +175,7 @@ def make_plan(
                     plugin_heads=plugin_heads[j],
                     vocab_widths=tuple(b - a for a, b in vocab),
                     all_reduce=all_reduce,
+                    has_wide_neighbour=max(len(before), len(after)) > 1,
                 )
             )
     return Plan(format_stages(stages), tuple(ranks), block_size)

@@ -25,7 +25,7 @@ from nbflow.executor.sparse_attention import SparseAttention, append_index, sele
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.storage import LAYOUT
 from nbflow.program.cost import sends_q8
-from nbflow.program.records import COMMUNICATION, Op, state_key
+from nbflow.program.records import COMMUNICATION, Op, kv_layer, state_key
 from nbflow.utils.rank_status import WAITING, WORKING, status
 from nbflow_kernels import op_registry
 from nbflow_kernels.activation.xielu import xielu_numbers
@@ -174,13 +174,16 @@ class Binder:
     # ---- kinds of op --------------------------------------------------------------------------
 
     def _embedding(self, op: Op, index: int) -> BoundOp:
-        from nbflow_kernels.embedding.gather import gather_rows
+        from nbflow_kernels.embedding.gather import gather_rows, known_rows
 
         (table,) = self.executor.weights.operands[index]
-        rows = getattr(self.arrays, op.attrs.get("index", "ids"))
-        out, scale = self.view(op.out), op.attrs.get("scale", 1.0)
+        given = getattr(self.arrays, op.attrs.get("index", "ids"))
+        out, scale, n_rows = self.view(op.out), op.attrs.get("scale", 1.0), op.attrs.get("rows")
+        rows = given if n_rows is None else np.zeros_like(given)
 
         def look_up(ids: np.ndarray) -> None:
+            if n_rows is not None and ids is rows:
+                known_rows(given, n_rows, rows)
             if isinstance(table, QuantTensor):
                 gather(table, ids, out)
             else:
@@ -189,7 +192,8 @@ class Binder:
                 self._scaled_add(out, scale, False, out)
 
         def look_up_shard() -> None:
-            local = rows - np.int32(op.attrs["first_row"])
+            known = given if n_rows is None else np.where(given < n_rows, given, 0)
+            local = known - np.int32(op.attrs["first_row"])
             others = (local < 0) | (local >= table.shape[0])
             look_up(np.where(others, np.int32(0), local))
             out[others] = 0.0
@@ -280,7 +284,7 @@ class Binder:
         rope, first = op.attrs["rope"], op.attrs.get("first", 0)
         head = op.attrs.get("head", self._spec.cached_dim)
         q, *keys = (self._heads(name, head)[..., first:] for name in op.inputs)
-        k = keys[0] if keys else q[:, :0]  # keys may be rotated as attention reads them
+        k = keys[0] if keys else q[:, :0]  # of an earlier layer, or rotated as attention reads them
         return self._captured(
             op, kernels.apply_rope_with_cos_sin_cache_inplace, self.arrays.rope_rows, q, k,
             self.executor.rope_table(rope), rope.style == "half",
@@ -324,9 +328,10 @@ class Binder:
         _, _, D_qk, D_vo = step.plan.heads
         q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
         storage = step.storage
-        keys, values = storage.layers[op.layer or 0]
+        keys, values = storage.layers[kv_layer(op)]
         with capture() as attends:
-            launch.attend(step.plan, q, keys, values, out, None, storage.kinds_of(op.layer))
+            kinds = storage.kinds_of(kv_layer(op))
+            launch.attend(step.plan, q, keys, values, out, None, kinds)
         calls = [dataclasses.replace(c, n_rows=step.n_shares) for c in attends.calls]
         if step.merges:
             with capture() as merges:
@@ -457,6 +462,8 @@ class Binder:
 
         def call() -> None:  # the products depend on the router's choice
             scores, chosen = nk.moe_routing(router, correction_bias=bias.choice, **options)
+            if bias.scale is not None:
+                scores *= bias.scale[chosen]
             chosen -= np.int32(first)
             chosen[(chosen < 0) | (chosen >= end - first)] = -1  # an expert of another rank
             nk.fused_moe(
@@ -485,6 +492,48 @@ class Binder:
     def _scale(self, op: Op, index: int) -> BoundOp:
         x, out = self.view(op.inputs[0]), self.view(op.out)
         return self._captured(op, self._scaled_add, x, op.attrs["scale"], False, out)
+
+    def _scale_columns(self, op: Op, index: int) -> BoundOp:
+        (weight,), x = self.executor.weights.operands[index], self.view(op.inputs[0])
+        multiply = self._kernels("gating").gated_product
+        return self._captured(op, multiply, weight, x, "identity", self.view(op.out))
+
+    def _match_rms(self, op: Op, index: int) -> BoundOp:
+        (x, like), out = (self.view(name) for name in op.inputs), self.view(op.out)
+        match_rms = self._kernels("row_statistics").match_rms
+        return self._captured(op, match_rms, x, like, op.attrs["least"], out)
+
+    def _mix(self, op: Op, index: int) -> BoundOp:
+        width, out = op.attrs["width"], self.view(op.out)
+        source, weights = (self.view(name) for name in op.inputs)
+        n_tokens, n_out, n_in = len(out), out.shape[1] // width, source.shape[1] // width
+        streams, result = source.reshape(-1, width), out.reshape(-1, width)
+        first = np.arange(n_tokens, dtype=np.int32).repeat(n_out)[:, None] * np.int32(n_in)
+        rows = self._constant(first + np.arange(n_in, dtype=np.int32))
+        factors, combine = weights.reshape(-1, n_in), self._kernels("moe").combine
+        offset = op.attrs.get("offset", 0.0)
+        same = self._constant(np.full(rows.shape, offset, np.float32)) if offset else None
+
+        def launch() -> None:
+            combine(streams, factors, rows, True, result)
+            if same is not None:
+                combine(streams, same, rows, True, result)
+
+        return self._captured(op, launch)
+
+    def _constant(self, array: np.ndarray) -> Any:
+        """Return an array that bound calls hold, in the memory of the kernels."""
+        return self._to_device(array)
+
+    def _row_moments(self, op: Op, index: int) -> BoundOp:
+        row_moments = self._kernels("row_statistics").row_moments
+        return self._captured(op, row_moments, self.view(op.inputs[0]), self.view(op.out))
+
+    def _gaussian_topk(self, op: Op, index: int) -> BoundOp:
+        x, moments = (self.view(name) for name in op.inputs)
+        cut, attrs = self._kernels("row_statistics").gaussian_topk, op.attrs
+        numbers = attrs["width"], attrs["deviations"]
+        return self._captured(op, cut, x, moments, *numbers, self.view(op.out))
 
     def _scaled_add(self, x: Any, scale: float, accumulate: bool, out: Any) -> None:
         """Launch ``out = scale * x`` or ``out += scale * x`` as an expert combine of one row."""

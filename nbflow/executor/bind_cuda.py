@@ -26,12 +26,14 @@ from nbflow.executor.expert_bias import expert_biases
 from nbflow.executor.sparse_attention import SparseAttention, select_keys
 from nbflow.executor.step_buffers import CudaStepArrays, StepArrays
 from nbflow.program.cost import sends_q8
-from nbflow.program.records import Op
+from nbflow.program.records import Op, kv_layer
 from nbflow_kernels.attention.cuda.plan import StaticPlanBuffers, device_plan, partial_floats
 from nbflow_kernels.attention.plan_layout import KEY_BIAS, SINKS
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.formats import QuantTensor
+from nbflow_kernels.formats.cuda_gather import gather, shard_rows
+from nbflow_kernels.gating.cuda import gated_product
 from nbflow_kernels.matmul import cuda as floats
 from nbflow_kernels.quantized_matmul import cuda as quantized
 
@@ -126,10 +128,29 @@ class CudaBinder(Binder):
         (table,) = self.executor.weights.operands[index]
         rows, out = getattr(self.arrays, op.attrs.get("index", "ids")), self.view(op.out)
         kernels, scale = self._kernels("embedding"), op.attrs.get("scale", 1.0)
+        if "rows" in op.attrs:
+            known = self._constant(np.zeros(len(rows), np.int32))
+            look_up = self._look_up_known(op, rows, table, known, out)
+            return PythonOp(op.kind, look_up, is_fixed=True)
         if "first_row" not in op.attrs:
             return self._captured(op, kernels.embedding, rows, table, scale, out)
         first = op.attrs["first_row"]
         return self._captured(op, kernels.embedding_shard, rows, table, scale, first, out)
+
+    def _look_up_known(
+        self, op: Op, ids: Any, table: Any, known: Any, out: Any
+    ) -> Callable[[], None]:
+        """Return the look-up in a table, or a shard, of which unknown ids take the first row."""
+        kernels, scale = self._kernels("embedding"), op.attrs.get("scale", 1.0)
+
+        def look_up() -> None:
+            shard_rows(ids, 0, op.attrs["rows"], known, other=0)
+            if "first_row" in op.attrs:
+                kernels.embedding_shard(known, table, scale, op.attrs["first_row"], out)
+            else:
+                kernels.embedding(known, table, scale, out)
+
+        return look_up
 
     def _take_rows(self, op: Op, index: int) -> PythonOp:
         x, out = self.view(op.inputs[0]), self.view(op.out)
@@ -169,8 +190,8 @@ class CudaBinder(Binder):
         step = self.attention.of(op)
         _, _, D_qk, D_vo = step.plan.heads
         q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
-        keys, values = step.storage.layers[op.layer or 0]
-        attend, kinds = self._kernels("attention").attend, step.storage.kinds_of(op.layer)
+        keys, values = step.storage.layers[kv_layer(op)]
+        attend, kinds = self._kernels("attention").attend, step.storage.kinds_of(kv_layer(op))
         sinks = self.executor.weights.bias[index]
         key_bias = self.executor.weights.operands[index][0] if op.attrs.get("key_bias") else None
 
@@ -212,8 +233,16 @@ class CudaBinder(Binder):
         self.workspaces += runner.workspaces
         self.scratch += runner.constants
 
+        factors = None if bias.scale is None else bias.scale.reshape(-1, 1)
+        of_pairs = self._constant(np.zeros((len(x) * spec.top_k, 1), np.float32))
+
         def call() -> None:
-            runner.run(*nk.moe_routing(router, correction_bias=bias.choice, **options))
+            scores, chosen = nk.moe_routing(router, correction_bias=bias.choice, **options)
+            if factors is not None:
+                gather(chosen.reshape(-1), factors, 1.0, of_pairs)
+                column = scores.reshape(-1, 1)
+                gated_product(of_pairs, column, "identity", column)
+            runner.run(scores, chosen)
 
         return (HostOp if runner.waits else PythonOp)(op.kind, call)
 
@@ -230,6 +259,10 @@ class CudaBinder(Binder):
             self._scales[n, scale] = found
             self.scratch += found
         return self._scales[n, scale]
+
+    def _constant(self, array: np.ndarray) -> Any:
+        self.scratch.append(self._to_device(array))
+        return self.scratch[-1]
 
     def _captured(self, op: Op, launcher: Callable[..., Any], *args: Any) -> PythonOp:
         if launcher == self._scaled_add:

@@ -22,7 +22,7 @@ def bind_experts(binder: Binder, fusion: ExpertFusion) -> PythonOp | None:
     if activations not in ("f32", "int8") or (fusion.shared and activations != "f32"):
         return None
     op, router = ops[fusion.experts], ops[fusion.router]
-    if op.attrs.get("biased") or op.attrs.get("weigh_inputs"):
+    if any(op.attrs.get(word) for word in ("biased", "weigh_inputs", "scaled")):
         return None
     if op.attrs["activation"] not in FUNCTIONS:
         return None

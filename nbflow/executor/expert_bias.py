@@ -20,6 +20,8 @@ class ExpertBiases(NamedTuple):
     """float32 (n, F)."""
     down: Any = None
     """float32 (n, E)."""
+    scale: Any = None
+    """float32 (experts of the whole model,): factors of the router's weights."""
 
 
 def moe_arguments(op: Op, matrices: Sequence[Any], bias: ExpertBiases) -> dict[str, Any]:
@@ -43,6 +45,8 @@ def expert_biases(op: Op, spec: ModelSpec, bias: Any) -> ExpertBiases:
     """Split the biases of an `experts` op, concatenated as in `WeightLoader.bias`."""
     moe = spec.moe
     assert moe is not None
+    if op.attrs.get("scaled"):
+        return ExpertBiases(scale=bias)
     if not op.attrs.get("biased"):
         return ExpertBiases(bias)
     first, end = op.attrs["experts"]

@@ -14,7 +14,15 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.executor.expert_bias import expert_biases, moe_arguments
 from nbflow.executor.weight_loader import WeightLoader
-from nbflow.program.records import COMMUNICATION, Op, Program, StateKey, mask_of, state_key
+from nbflow.program.records import (
+    COMMUNICATION,
+    Op,
+    Program,
+    StateKey,
+    kv_layer,
+    mask_of,
+    state_key,
+)
 from nbflow.spec.plugin_ops import OPS
 from nbflow_kernels.activation import reference as activation
 from nbflow_kernels.activation.xielu import xielu_numbers
@@ -30,6 +38,7 @@ from nbflow_kernels.logits import reference as logits
 from nbflow_kernels.moe import reference as moe
 from nbflow_kernels.norm import reference as norm
 from nbflow_kernels.position import reference as position
+from nbflow_kernels.row_statistics import reference as row_statistics
 from nbflow_kernels.state_space import reference as state_space
 
 Cache = dict[int, tuple[np.ndarray, np.ndarray]]
@@ -127,8 +136,10 @@ class ReferenceExecutor:
         """Store a result, and the buffers that are columns of it or of which it is columns."""
         values[name] = result
         own = self._program.buffers.get(name)
-        if own is not None and own.base in values:
-            values[own.base] = whole = values[own.base].copy()  # a trace may hold the old one
+        if own is not None and own.base is not None:
+            shape = len(result), self._program.buffers[own.base].width
+            found = values.get(own.base, np.zeros(shape))
+            values[own.base] = whole = found.copy()  # a trace may hold the old one
             whole[:, own.offset : own.offset + own.width] = result
         for part, buffer in self._program.buffers.items():
             if buffer.base == name:
@@ -144,8 +155,9 @@ class ReferenceExecutor:
 
     def _embedding(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         table = self._operands[index][0]
-        rows = {"ids": ids, "positions": self._positions(ids), "types": self._types}
-        result: np.ndarray = table[rows[op.attrs.get("index", "ids")]]
+        every = {"ids": ids, "positions": self._positions(ids), "types": self._types}
+        rows = every[op.attrs.get("index", "ids")]
+        result: np.ndarray = table[np.where(rows < op.attrs.get("rows", len(table)), rows, 0)]
         return result * float(op.attrs.get("scale", 1.0))
 
     def _norm(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
@@ -235,7 +247,7 @@ class ReferenceExecutor:
 
     def _attention(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         spec = self._program.spec
-        k, v = self._cache[op.layer or 0]
+        k, v = self._cache[kv_layer(op)]
         q = self._heads(values[op.inputs[0]], k.shape[-1])
         if spec.position == "alibi":
             q, k = self._with_slopes(q), _with_positions(k)
@@ -395,6 +407,8 @@ class ReferenceExecutor:
         x, router = (values[name] for name in op.inputs)
         bias = expert_biases(op, self._program.spec, self._bias[index])
         weights, chosen = moe.moe_routing(router, correction_bias=bias.choice, **spec.routing)
+        if bias.scale is not None:
+            weights = weights * bias.scale[chosen]
         arguments = moe_arguments(op, self._operands[index], bias)
         return moe.fused_moe(x, topk_weights=weights, topk_ids=chosen, **arguments)
 
@@ -408,6 +422,26 @@ class ReferenceExecutor:
 
     def _scale(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         return values[op.inputs[0]] * op.attrs["scale"]  # type: ignore[no-any-return]
+
+    def _scale_columns(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        return values[op.inputs[0]] * self._operands[index][0]  # type: ignore[no-any-return]
+
+    def _match_rms(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        x, like = (values[name] for name in op.inputs)
+        return row_statistics.match_rms(x, like, op.attrs["least"])
+
+    def _mix(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        source, weights = (values[name] for name in op.inputs)
+        streams = source.reshape(len(ids), -1, op.attrs["width"])
+        factors = weights.reshape(len(ids), -1, streams.shape[1]) + op.attrs.get("offset", 0.0)
+        return values[op.out] + (factors @ streams).reshape(len(ids), -1)  # type: ignore[no-any-return]
+
+    def _row_moments(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        return row_statistics.row_moments(values[op.inputs[0]])
+
+    def _gaussian_topk(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        x, moments = (values[name] for name in op.inputs)
+        return row_statistics.gaussian_topk(x, moments=moments, **op.attrs)
 
     def _soft_cap(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         return logits.soft_cap(values[op.inputs[0]], op.attrs["cap"])

@@ -212,6 +212,9 @@ class WeightLoader:
             elif op.kind == "log_decay":  # of a head, for its columns
                 rate = rate.repeat(len(vectors[1]) // len(rate))
             return rate, *vectors[1:]
+        if op.kind == "scale_columns":
+            width = self._program.buffers[op.out].width
+            return tuple(vector.repeat(width // len(vector)) for vector in vectors)
         if op.attrs.get("own_weights"):  # a row per head
             vectors = (np.stack(vectors),)
         if op.kind == "norm" and op.attrs["norm"] == "layer" and vectors:

@@ -53,6 +53,8 @@ def with_key_form(spec: ModelSpec, form: str) -> ModelSpec:
         wrong = "has no rotary embedding"
     elif spec.qk_norm_after_rope:
         wrong = "normalizes keys after RoPE"
+    elif any(spec.kv_source(i) != i or spec.takes_values_from_keys(i) for i in layers):
+        wrong = "has layers that share keys with others, or values that are keys"
     elif len(spec.rope_lengths) > 1:
         wrong = "rotates the same key differently in long sequences (LongRoPE)"
     if wrong:

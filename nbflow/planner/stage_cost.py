@@ -61,11 +61,15 @@ class RankWork:
         mine = range(*plan.layers)
         self._members = {layer: [i for i in mine if i in kind] for layer, kind in model.kinds}
         self.counts = {layer: len(members) for layer, members in self._members.items()}
+        sources = {model.spec.kv_source(i) for i in mine}
+        self._carried = sorted(sources - set(mine))
+        """Layers of earlier stages whose keys and values the rank stores, too."""
 
     @property
     def n_kv_layers(self) -> int:
-        """Number of layers of the rank that have keys and values."""
-        return sum(self.counts[layer] for layer in self.program.kv_layers)
+        """Number of layers whose keys and values the rank stores."""
+        own = sum(self.counts[layer] for layer in self.program.kv_layers)
+        return own + len(self._carried)
 
     def count(self, op: Op) -> int:
         """Return the number of ops of the rank that an op of the program stands for."""
@@ -77,11 +81,12 @@ class RankWork:
 
     def kv_token_bytes(self, kv: str) -> int:
         """Return the KV cache bytes per token."""
-        return sum(
+        own = sum(
             kv_layer_bytes(self.program, kv, member)
             for layer in self.program.kv_layers
             for member in self._members[layer]
         )
+        return own + sum(kv_layer_bytes(self.program, kv, layer) for layer in self._carried)
 
     def _kv_ratio(self, layer: int, kv: str) -> float:
         """Return the mean cache bytes of the layers of a kind over those of its first."""

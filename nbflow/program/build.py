@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import NormalDist
+from string import digits
 from typing import Any
 
-from nbflow.program.layer_ops import add, linear, norm, plugin_op, scale
+from nbflow.program.layer_ops import (
+    add,
+    columns_of,
+    ffn_name,
+    linear,
+    norm,
+    plugin_op,
+    qkv_names,
+    scale,
+)
 from nbflow.program.records import Buffer, Op, Operand, Program
 from nbflow.program.recurrent import (
     columns_of_one,
@@ -17,6 +28,18 @@ from nbflow.program.recurrent import (
     short_conv,
 )
 from nbflow.program.recurrent import widths as recurrent_widths
+from nbflow.program.streams import (
+    after_laurel,
+    correct,
+    first_streams,
+    join_streams,
+    laurel,
+    layer_embed,
+    layer_embeddings,
+    layer_end,
+    predict,
+)
+from nbflow.program.streams import buffers as stream_buffers
 from nbflow.spec.architecture import CacheSide, LatentSpec
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.tensor_names import EXPERT_BIASES, XIELU
@@ -90,7 +113,13 @@ def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
     buffers = {name: Buffer(width) for name, width in widths.items()}
     buffers |= {name: Buffer(width, "logits") for name, width in outputs.items()}
     buffers["y"] = Buffer(E, "states")
-    buffers |= columns_of_one(spec)
+    buffers |= columns_of_one(spec) | stream_buffers(spec)
+    for i in spec.kv_sources:
+        buffers |= {name: buffers[name.rstrip(digits)] for name in qkv_names(spec, i)}
+    for size in {spec.ffn_size(i) for i in range(spec.n_layers)}:
+        buffers |= {ffn_name(spec, name, size): Buffer(size) for name in ("gate", "up", "f")}
+    if spec.activation_sparsity:
+        buffers["gm"] = Buffer(2)
     used = {name for op in ops for name in (op.out, *op.inputs)}
     return {name: buffer for name, buffer in buffers.items() if name in used}
 
@@ -118,7 +147,7 @@ def _embedding(spec: ModelSpec) -> list[Op]:
         ops.append(add(spec, "x", "p", None))
     if spec.embed_norm:
         ops.append(norm(spec, "embed_norm", "x", "x", None))
-    return ops
+    return [*ops, *layer_embeddings(spec), *first_streams(spec)]
 
 
 # ---- layers ---------------------------------------------------------------------------------
@@ -135,7 +164,7 @@ def _layer(spec: ModelSpec, i: int) -> list[Op]:
             norm(spec, f"layers.{i}.ffn_norm", "x", "h2", i),
         ]
         return [*norms, *_attention(spec, i, "h"), *_feed_forward(spec, i, "h2")]
-    ops: list[Op] = []
+    ops = predict(spec, i)
     kind, place = spec.kind_of(i), spec.norm_place_of(i)
     sublayers: dict[str, Sublayer] = {} if kind.mixer == ("none",) else {"attn": _mix}
     if kind.op is not None:
@@ -153,12 +182,16 @@ def _layer(spec: ModelSpec, i: int) -> list[Op]:
             ops.append(norm(spec, f"layers.{i}.{name}_norm", "x", source, i))
         inner = sublayer(spec, i, source)
         inner[-1:-1] = scale("x", "x", i, _residual_scale(spec, i, name))
+        if spec.residual_weights:
+            inner.insert(-1, columns_of("x", "x", f"layers.{i}.{name}_residual", i))
         if place in ("sandwich", "output"):
             inner.insert(-1, norm(spec, f"layers.{i}.{name}_post_norm", "o", "o", i))
+        if name == "attn":
+            inner = [*laurel(spec, i, source), *inner, *after_laurel(spec, i)]
         ops += inner
         if place == "post":
             ops.append(norm(spec, f"layers.{i}.{name}_norm", "x", "x", i))
-    return ops
+    return [*ops, *correct(spec, i), *layer_embed(spec, i), *layer_end(spec, i)]
 
 
 def _plugin_op(name: str, part: str) -> Sublayer:
@@ -185,10 +218,17 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     if spec.latent is not None:
         return _latent_attention(spec, spec.latent, i, source)
     ops: list[Op] = []
-    q, k, v, a, ag = (f"{name}{'w' * spec.is_local(i)}" for name in ("q", "k", "v", "a", "ag"))
+    q, k, v = qkv_names(spec, i)
+    a, ag = (f"{name}{'w' * spec.is_local(i)}" for name in ("a", "ag"))
+    source_layer = spec.kv_source(i)
+    has_kv = source_layer == i
     if spec.attn_input_scale != 1.0:
         ops, source = scale("as", source, i, spec.attn_input_scale), "as"
-    ops += (linear(spec, i, f"attn.{name[0]}", source, name) for name in (q, k, v))
+    copied = has_kv and spec.takes_values_from_keys(i)
+    names = (q, *([k] * has_kv), *([v] * (has_kv and not copied)))
+    ops += (linear(spec, i, f"attn.{name[0]}", source, name) for name in names)
+    if copied:
+        ops += scale(v, k, i, 1.0)
     pre_rope = spec.caches_pre_rope(i)
     key_bias: tuple[Operand, ...] = ()
     if pre_rope and spec.qk_norm == "none":  # attention adds the bias of the keys
@@ -197,23 +237,28 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     if spec.output_gate:
         ops.append(linear(spec, i, "attn.gate", source, ag))
         gate = [Op("gate", a, (ag, a), layer=i, attrs={"activation": "sigmoid"})]
-    norms = [] if spec.qk_norm == "none" else [_qk_norm(spec, i, name) for name in (q, k)]
+    rotated = (q, k) if has_kv else (q,)
+    norms = [] if spec.qk_norm == "none" else [_qk_norm(spec, i, name) for name in rotated]
     rope = spec.rope_of(i)
     if spec.qk_norm_layers == "rotated" and not rope.dim:
         norms = []
     own = {"head": spec.heads_of(i).key_dim} if spec.is_local(i) else {}
-    turned = (q,) if pre_rope else (q, k)
+    turned = (q,) if pre_rope else rotated
     turn = [Op("rope", q, turned, layer=i, attrs={"rope": rope, **own})] if rope.dim else []
     ops += [*turn, *norms] if spec.qk_norm_after_rope else [*norms, *turn]
-    ops += [*_rotation(spec, i, "keys", q, k), *_rotation(spec, i, "values", v)]
+    ops += _rotation(spec, i, "keys", *rotated)
+    if has_kv:
+        ops += _value_norm(spec, i, v)
+        ops += [*_rotation(spec, i, "values", v), Op("append_kv", "kv", (k, v), layer=i)]
     table = (Operand("position_bias.weight"),) if spec.position == "relative" else ()
     sinks = (Operand(f"layers.{i}.attn.sinks.weight"),) if spec.has_sinks(i) else ()
     attrs = _mask(spec, i)
     if pre_rope:
         attrs |= {"key_rope": rope, "key_bias": bool(key_bias)}
+    if not has_kv:
+        attrs |= {"kv_layer": source_layer}
     return [
         *ops,
-        Op("append_kv", "kv", (k, v), layer=i),
         *_temperature(spec, i, q),
         Op("attention", a, (q,), table + key_bias, sinks, i, attrs),
         *_rotation(spec, i, "values", a),  # back: the transform is its own inverse
@@ -225,10 +270,19 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
 
 def _rotation(spec: ModelSpec, i: int, side: CacheSide, *buffers: str) -> list[Op]:
     """Return the rotation of buffers for a side of the cache, if it holds rotated vectors."""
-    if (side, i) not in spec.rotated_cache:
+    if (side, spec.kv_source(i)) not in spec.rotated_cache:
         return []
     attrs = {"block": spec.rotation_block(side, i)}
     return [Op("hadamard", buffers[0], buffers, layer=i, attrs=attrs)]
+
+
+def _value_norm(spec: ModelSpec, i: int, name: str) -> list[Op]:
+    """Return the norm of each head's values, without weights, if the model has it."""
+    if not spec.value_norm:
+        return []
+    head = spec.heads_of(i).value_dim
+    attrs = {"norm": "rms", "eps": spec.norm_eps, "per_head": True, "head": head}
+    return [Op("norm", name, (name,), layer=i, attrs=attrs)]
 
 
 def _mask(spec: ModelSpec, i: int) -> dict[str, Any]:
@@ -353,24 +407,69 @@ def _cross_attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
 
 def _feed_forward(spec: ModelSpec, i: int, source: str) -> list[Op]:
     """Return the feed-forward network or mixture of experts, including the residual sum."""
-    if spec.has_experts(i):
-        return [*_experts(spec, i, source), add(spec, "x", "o", i, spec.ffn_output_scale)]
-    attrs = {"activation": spec.activation_name}
-    ops = [linear(spec, i, "ffn.up", source, "up")]
+    if not spec.has_experts(i):
+        ops = _dense(spec, i, source)
+    elif spec.has_dense_network(i):
+        ops = _experts_beside_dense(spec, i, source)
+    else:
+        ops = _experts(spec, i, source)
+    return [*ops, add(spec, "x", "o", i, spec.ffn_output_scale)]
+
+
+def _dense(spec: ModelSpec, i: int, source: str) -> list[Op]:
+    """Return the dense feed-forward network; it writes o."""
+    attrs, size = {"activation": spec.activation_name}, spec.ffn_size(i)
+    gate, up, f = (ffn_name(spec, name, size) for name in ("gate", "up", "f"))
+    ops = [linear(spec, i, "ffn.up", source, up)]
     if spec.gated:
-        ops.insert(0, linear(spec, i, "ffn.gate", source, "gate"))
-        ops += scale("gate", "gate", i, spec.ffn_gate_scale)
-        ops.append(Op("gate", "f", ("gate", "up"), layer=i, attrs=attrs))
+        ops.insert(0, linear(spec, i, "ffn.gate", source, gate))
+        ops += scale(gate, gate, i, spec.ffn_gate_scale)
+        ops += _sparsity(spec, i, gate, size)
+        ops.append(Op("gate", f, (gate, up), layer=i, attrs=attrs))
     else:
         names = XIELU if spec.activation == "xielu" else ()
         numbers = tuple(Operand(f"layers.{i}.{name}.weight") for name in names)
-        ops.append(Op("activation", "f", ("up",), numbers, layer=i, attrs=attrs))
-    down = linear(spec, i, "ffn.down", "f", "o")
-    return [*ops, down, add(spec, "x", "o", i, spec.ffn_output_scale)]
+        ops.append(Op("activation", f, (up,), numbers, layer=i, attrs=attrs))
+    return [*ops, linear(spec, i, "ffn.down", f, "o")]
 
 
-def _experts(spec: ModelSpec, i: int, source: str) -> list[Op]:
-    """Return a mixture of experts with its shared expert; it writes o."""
+def _sparsity(spec: ModelSpec, i: int, gate: str, size: int) -> list[Op]:
+    """Return the cut of gates below a quantile of their distribution."""
+    share = spec.sparsity_of(i)
+    if not share:
+        return []
+    attrs = {"width": size, "deviations": NormalDist().inv_cdf(share)}
+    return [
+        Op("row_moments", "gm", (gate,), layer=i),
+        Op("gaussian_topk", gate, (gate, "gm"), layer=i, attrs=attrs),
+    ]
+
+
+def _experts_beside_dense(spec: ModelSpec, i: int, source: str) -> list[Op]:
+    """Return a dense network and experts, each with norms of its own; it writes o."""
+    attrs = {"norm": "rms", "eps": spec.norm_eps}
+
+    def normed(name: str, source: str, out: str) -> Op:
+        weight = (Operand(f"layers.{i}.{name}.weight"),)
+        return Op("norm", out, (source,), weight, layer=i, attrs=attrs)
+
+    return [
+        *_dense(spec, i, source),
+        normed("dense_post_norm", "o", "s"),
+        normed("router_norm", "x", "h2"),
+        *scale("h2", "h2", i, spec.hidden_size**-0.5),
+        normed("experts_norm", "x", "h"),
+        *_experts(spec, i, "h", "h2"),
+        normed("experts_post_norm", "o", "o"),
+        add(spec, "o", "s", i),
+    ]
+
+
+def _experts(spec: ModelSpec, i: int, source: str, routed: str = "") -> list[Op]:
+    """Return a mixture of experts with its shared expert; it writes o.
+
+    `routed` is the input of the router, by default that of the experts.
+    """
     moe = spec.moe
     assert moe is not None
     prefix = f"layers.{i}"
@@ -390,7 +489,10 @@ def _experts(spec: ModelSpec, i: int, source: str) -> list[Op]:
         attrs["weigh_inputs"] = True
     if not spec.gated:
         attrs["gated"] = False
-    ops = [linear(spec, i, "router", source, "router")]
+    if moe.beside_dense:
+        bias += (Operand(f"{prefix}.expert_scale.weight"),)
+        attrs["scaled"] = True
+    ops = [linear(spec, i, "router", routed or source, "router")]
     if moe.latent_size:
         ops += [
             linear(spec, i, "experts.in", source, "ex"),
@@ -430,7 +532,7 @@ _MIXERS = {
 
 def _head(spec: ModelSpec) -> list[Op]:
     """Return the ops from the last x to the logits."""
-    ops = [Op("take_rows", "y", ("x",))]
+    ops = join_streams(spec)
     if spec.final_norm:
         ops.append(norm(spec, "final_norm", "y", "y", None))
     if not spec.head:

@@ -20,6 +20,7 @@ def fuse(program: Program) -> Program:
 def _fuse_linears(program: Program) -> Program:
     buffers = dict(program.buffers)
     ops: list[Op] = []
+    bases: dict[str, str] = {}
     for op in program.ops:
         last = ops[-1] if ops else None
         if (
@@ -38,6 +39,12 @@ def _fuse_linears(program: Program) -> Program:
             )
         else:
             ops.append(op)
+    for i, op in reversed(list(enumerate(ops))):
+        parts = op.out.split("_")
+        if op.kind != "linear" or len(parts) == 1 or op.out in program.buffers:
+            continue
+        if any(bases.setdefault(part, op.out) != op.out for part in parts):
+            ops[i : i + 1] = _apart(op, parts)  # columns of another layer's fused buffer
     for op in ops:
         if op.kind == "linear" and len(op.weights) > 1:
             offset = 0
@@ -53,6 +60,15 @@ def _fuse_linears(program: Program) -> Program:
         for op in ops
     ]
     return dataclasses.replace(program, ops=tuple(fused), buffers=buffers)
+
+
+def _apart(op: Op, parts: list[str]) -> list[Op]:
+    """Return the linears that a fused one consists of."""
+    bias = op.bias or [None] * len(parts)
+    return [
+        dataclasses.replace(op, out=part, weights=(w,), bias=() if b is None else (b,))
+        for part, w, b in zip(parts, op.weights, bias, strict=True)
+    ]
 
 
 def _fuse_adds(program: Program) -> Program:

@@ -55,3 +55,20 @@ def scale(out: str, source: str, layer: int, factor: float) -> list[Op]:
 def gate(out: str, gate: str, up: str, layer: int, activation: str) -> Op:
     """Return ``out = activation(gate) * up``."""
     return Op("gate", out, (gate, up), layer=layer, attrs={"activation": activation})
+
+
+def columns_of(out: str, source: str, name: str, layer: int | None) -> Op:
+    """Return ``out = source * weight``, with a weight for each column or one for all."""
+    return Op("scale_columns", out, (source,), (Operand(f"{name}.weight"),), layer=layer)
+
+
+def qkv_names(spec: ModelSpec, i: int) -> tuple[str, str, str]:
+    """Return the buffers of queries, keys and values of a layer."""
+    wide = "w" if spec.is_local(i) else ""
+    number = i if i in spec.kv_sources else ""  # later layers, and stages, read them
+    return f"q{wide}{number}", f"k{wide}{number}", f"v{wide}{number}"
+
+
+def ffn_name(spec: ModelSpec, name: str, size: int) -> str:
+    """Return the buffer of a feed-forward network of this width."""
+    return name if size == spec.intermediate_size else f"{name}{size}"

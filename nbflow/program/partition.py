@@ -7,15 +7,18 @@ embedding is split by rows: a rank writes zeros for tokens of others, and an all
 Latent attention (MLA) splits its matrices by heads; latent vectors and their cache are replicated,
 and so are an indexer and its selection of keys.
 Experts are distributed whole (expert parallel) and summed by the same all-reduce.  Pipeline stages
-send each other the hidden states.
+send each other the hidden states (all residual streams), per-layer embeddings, and the keys and
+values of layers whose cache a later stage reads, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from string import digits
 
 from nbflow.distributed.plan import RankPlan
+from nbflow.program.layer_ops import ffn_name, qkv_names
 from nbflow.program.records import Buffer, Op, Operand, Program, expert_parts
 from nbflow.spec.architecture import HeadShape
 from nbflow.spec.model_spec import ModelSpec
@@ -45,18 +48,22 @@ def partition(program: Program, plan: RankPlan) -> Program:
     if spec.local_heads is not None:
         local_cuts = _local_cuts(spec, spec.local_heads, plan)
     ops: list[Op] = []
-    has_x = "x" in program.buffers
-    if plan.receives_from is not None and has_x:
-        ops.append(Op("recv", "x", attrs={"peer": plan.receives_from}))
+    before, behind = (_boundary(program, layer, plan) for layer in plan.layers)
+    if plan.receives_from is not None:
+        ops += (Op("recv", name, attrs={"peer": plan.receives_from}) for name in before)
+        ops += _append_carried(program, plan)
     after_layers = False
     partial = ""  # buffer of partial results
     for op in program.ops:
         if op.layer is None:
-            ops += _outside_layers(op, plan, after_layers)
+            ops += _outside_layers(op, plan, after_layers, spec)
             continue
         after_layers = True
         if not plan.layers[0] <= op.layer < plan.layers[1]:
             continue
+        if op.kind == "gaussian_topk" and not alone:
+            of_group = {"ranks": plan.group}
+            ops.append(Op("all_reduce", op.inputs[1], layer=op.layer, attrs=of_group))
         if partial and any(partial in (name, _base(program, name)) for name in op.inputs):
             attrs = {"ranks": plan.group, "all_reduce": plan.all_reduce}
             ops.append(Op("all_reduce", partial, layer=op.layer, attrs=attrs))
@@ -66,12 +73,15 @@ def partition(program: Program, plan: RankPlan) -> Program:
             ops += _sharded_norm(program, op, plan, cuts)
             continue
         own = cuts | local_cuts if spec.is_local(op.layer) else cuts
+        if spec.ffn_size(op.layer) != spec.intermediate_size:
+            cut = _ffn_cut(spec, plan, spec.ffn_size(op.layer))
+            own = own | dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), cut)
         ops.append(op if alone else _inside_layer(op, plan, own, spec))
         if not alone and _is_partial(op):
             partial = op.out
     _check_selection(ops)
-    if plan.sends_to and has_x:
-        ops.append(Op("send", "x", ("x",), attrs={"peers": plan.sends_to}))
+    if plan.sends_to:
+        ops += (Op("send", name, (name,), attrs={"peers": plan.sends_to}) for name in behind)
     heads = plan.heads[1] - plan.heads[0], plan.kv_heads[1] - plan.kv_heads[0]
     return Program(
         spec,
@@ -81,6 +91,42 @@ def partition(program: Program, plan: RankPlan) -> Program:
         tuple(range(*plan.layers)),
         plan.heads[0],
     )
+
+
+def carried_layers(spec: ModelSpec, layer: int) -> tuple[int, ...]:
+    """Return the layers before `layer` whose keys and values it or later ones attend to."""
+    later = (spec.kv_source(i) for i in range(layer, spec.n_layers))
+    return tuple(sorted({source for source in later if source < layer}))
+
+
+def _boundary(program: Program, layer: int, plan: RankPlan) -> tuple[str, ...]:
+    """Return the buffers that the stages before and behind the start of a layer exchange."""
+    spec, carried = program.spec, tuple[int, ...]()
+    if "x" not in program.buffers:  # keys and values of an encoder's states
+        return ()
+    names = ["x" if spec.streams == 1 else "xs", *["pe"] * bool(spec.layer_embed_size)]
+    if 0 < layer < spec.n_layers:
+        carried = carried_layers(spec, layer)
+    if carried and (len(plan.group) > 1 or plan.has_wide_neighbour):
+        raise UsageError(
+            f"partition: a stage begins with layer {layer}, behind layer {carried[-1]} whose keys "
+            "and values later layers use (kv_shared_layers), which goes with one rank per stage "
+            f"only; begin it with layer {carried[0]} or an earlier one"
+        )
+    return (*names, *(name for i in carried for name in carried_buffers(program, i)))
+
+
+def carried_buffers(program: Program, layer: int) -> tuple[str, ...]:
+    """Return the buffers of keys and values of a layer."""
+    found = (op for op in program.ops if op.kind == "append_kv" and op.layer == layer)
+    return next(found).inputs
+
+
+def _append_carried(program: Program, plan: RankPlan) -> list[Op]:
+    """Return the ops that store the keys and values of earlier stages that this one reads."""
+    spec, (first, end) = program.spec, plan.layers
+    read = sorted({spec.kv_source(i) for i in range(first, end)} & set(range(first)))
+    return [Op("append_kv", "kv", carried_buffers(program, i), layer=i) for i in read]
 
 
 def _check_selection(ops: list[Op]) -> None:
@@ -126,6 +172,12 @@ def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffe
         for name, role in roles.items():
             first, end = local[f"attn.{role}"]
             sharded[name] = end - first
+    for i in spec.kv_sources:
+        sharded |= {name: sharded[name.rstrip(digits)] for name in qkv_names(spec, i)}
+    for size in {spec.ffn_size(i) for i in range(spec.n_layers)}:
+        first, end = _ffn_cut(spec, plan, size)
+        names = (ffn_name(spec, name, size) for name in ("gate", "up", "f"))
+        sharded |= dict.fromkeys(names, end - first)
     used = {name for op in ops for name in (op.out, *op.inputs)}
     whole = {**program.buffers, "logits_part": Buffer(0, "logits"), "squares": Buffer(2)}
     whole["square"] = Buffer(1)
@@ -157,6 +209,18 @@ def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
         **dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), plan.ffn),
         **dict.fromkeys(("shared.gate", "shared.up", "shared.down"), plan.shared),
     }
+
+
+def _ffn_cut(spec: ModelSpec, plan: RankPlan, size: int) -> tuple[int, int]:
+    """Return the columns of a feed-forward network of this width that the rank holds."""
+    first, end = (n * size for n in plan.ffn)
+    if first % spec.intermediate_size or end % spec.intermediate_size:
+        raise UsageError(
+            f"partition: a feed-forward network of width {size} cannot be divided like those of "
+            f"width {spec.intermediate_size}, of which a rank has columns {plan.ffn[0]} to "
+            f"{plan.ffn[1] - 1}; use one rank per stage"
+        )
+    return first // spec.intermediate_size, end // spec.intermediate_size
 
 
 def _local_cuts(spec: ModelSpec, local: HeadShape, plan: RankPlan) -> dict[str, tuple[int, int]]:
@@ -223,7 +287,7 @@ def _state_space_cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, 
     }
 
 
-def _outside_layers(op: Op, plan: RankPlan, after_layers: bool) -> list[Op]:
+def _outside_layers(op: Op, plan: RankPlan, after_layers: bool, spec: ModelSpec) -> list[Op]:
     """Shard an op before (first stage) or after (last stage) the layers."""
     if op.kind == "input":  # all ranks have the rows
         return [op]
@@ -232,8 +296,11 @@ def _outside_layers(op: Op, plan: RankPlan, after_layers: bool) -> list[Op]:
     if len(plan.group) == 1:
         return [op]
     if op.kind == "embedding" and op.attrs.get("index", "ids") == "ids":
-        rows = (Operand(op.weights[0].name, rows=plan.vocab),)
-        part = dataclasses.replace(op, weights=rows, attrs={**op.attrs, "first_row": plan.vocab[0]})
+        n_rows = op.attrs.get("rows", spec.vocab_size)
+        first, end = (n * n_rows // spec.vocab_size for n in plan.vocab)
+        cut = first, end
+        rows = (Operand(op.weights[0].name, rows=cut),)
+        part = dataclasses.replace(op, weights=rows, attrs={**op.attrs, "first_row": cut[0]})
         return [part, Op("all_reduce", op.out, attrs={"ranks": plan.group})]
     if op.kind != "linear" or op.out != "logits":
         return [op]

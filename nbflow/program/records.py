@@ -9,7 +9,8 @@ Kinds of op:
 ============  ===============================================================================
 embedding     out = table[ids]; attr ``index``: ids, positions or types; attr ``scale``; without a
               table the sinusoidal one; attr ``first_row``: the table is a shard that begins with
-              that row, and rows of other shards are zeros
+              that row, and rows of other shards are zeros; ``rows``: rows of the whole table, of
+              which further ids take the first
 norm          out = norm(input); attrs ``norm`` (rms, layer), ``eps``, ``offset``, ``per_head``,
               ``head`` (columns of a head, if not those of keys), ``own_weights`` (a weight for each
               head), ``columns`` (of the first columns only); with a second input, the rows are
@@ -35,8 +36,9 @@ sparse_attention
               out = attention(q) over the selected keys of the layer's pages; inputs (q, selection)
 attention     out = attention(q) over the layer's pages, attrs ``window`` and ``chunk``; the weight
               is the relative position bias by bucket, the bias the attention sinks; attr
-              ``key_rope``: the pages hold keys before this rotary embedding; ``key_bias``: and
-              before the bias of their projection, which is the weight
+              ``kv_layer``: over the pages of that layer; ``key_rope``: the pages hold keys before
+              this rotary embedding; ``key_bias``: and before the bias of their projection, which is
+              the weight
 cross_attention
               out = attention(q) over all cached states of the encoder
 input         out = external rows, one per token
@@ -62,12 +64,22 @@ experts       out = weighted sum of the experts that the router chooses; inputs 
               are gate, up and down matrices of the experts in attr ``experts`` (`expert_parts`);
               the bias is that of the choice; with attr ``biased`` biases of gates, ups and downs
               follow; with attr ``weigh_inputs`` the router's weights multiply the inputs of the
-              experts; attr ``gated``: False for experts without gate matrices
+              experts; attr ``gated``: False for experts without gate matrices; attr ``scaled``: the
+              bias is instead a factor of each expert's weight
 plugin        out = op of a plugin of the input, attr ``op``: its name (`nbflow.spec.plugin_ops`);
               attr ``columns``: columns of the input that the rank's shard reads
 scale_rows    out *= sigmoid(input @ w) for each row
 add           out += input; attr ``scale``: a factor of the input
 scale         out = input * attr ``scale``
+scale_columns out = input * weight, a number for each column or one for all
+match_rms     out = the first input with rows of the root mean square of the second's; attr
+              ``least``: least mean square of a row of the first
+mix           out += weighted sum of streams, blocks of ``width`` columns: for each stream of out
+              the second input has a weight, plus attr ``offset``, for each stream of the first
+row_moments   out = sum and sum of squares of each row of the input
+gaussian_topk
+              out = max(0, input - mean - ``deviations`` * deviation), attrs ``width``: columns of
+              whole rows; inputs (rows, their moments)
 soft_cap      out = cap * tanh(input / cap), attr ``cap``
 take_rows     out = rows of the input whose hidden states are needed, those with logits first
 all_reduce    sum `out` over the tensor parallel group, attrs ``ranks`` and ``all_reduce`` (f32, or
@@ -96,7 +108,8 @@ Kind = Literal[
     "copy_heads", "heads_linear", "append_kv", "append_index", "select_keys", "sparse_attention",
     "attention", "cross_attention", "input", "activation", "gate", "conv", "sigmoid", "log_decay",
     "delta_rule", "lightning", "mamba1", "mamba2", "gated_norm", "experts", "plugin", "scale_rows",
-    "add", "scale", "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
+    "add", "scale", "scale_columns", "match_rms", "mix", "row_moments", "gaussian_topk",
+    "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
 ]  # fmt: skip
 _MAX_SHOWN = 4
 COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})
@@ -183,6 +196,11 @@ def expert_parts(op: Op, items: Sequence[Any]) -> list[list[Any]]:
     """
     first, end = op.attrs["experts"]
     return [list(items[i : i + end - first]) for i in range(0, len(items), end - first)]
+
+
+def kv_layer(op: Op) -> int:
+    """Return the layer whose keys and values an op reads or writes."""
+    return int(op.attrs.get("kv_layer", op.layer or 0))
 
 
 StateKey = tuple[int, str]

@@ -54,7 +54,10 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool:
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
     """Return True if the weight format applies to the tensor with our name `name`."""
-    kept = ("router.weight", "shared_gate.weight", "attn.k_b.weight", "attn.v_b.weight")
+    kept = (
+        "router.weight", "shared_gate.weight", "attn.k_b.weight", "attn.v_b.weight",
+        "streams.predict.weight", "streams.correct.weight",
+    )  # fmt: skip
     return is_matrix(name, shape) and name.startswith("layers.") and not name.endswith(kept)
 
 

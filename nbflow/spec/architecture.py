@@ -80,6 +80,8 @@ class MoeSpec:
     shared_size: int = 0
     shared_gate: bool = False
     layers: frozenset[int] = frozenset()
+    beside_dense: bool = False
+    """The experts are added to a dense network; router and experts have norms of their own."""
 
     @property
     def routing(self) -> dict[str, Any]:
@@ -314,6 +316,20 @@ class Architecture:
     """Heads of the layers with the window, if they differ."""
     layer_kinds: tuple[LayerKind, ...] = ()
     """Kind of each layer; empty if all are attention and feed-forward network."""
+    kv_shared_layers: int = 0
+    values_from_keys: Literal["none", "full", "all"] = "none"
+    value_norm: bool = False
+    ffn_sizes: tuple[int, ...] = ()
+    kv_shared_ffn_factor: int = 1
+    activation_sparsity: tuple[float, ...] = ()
+    layer_embed_size: int = 0
+    layer_embed_vocab_size: int = 0
+    layer_scale: bool = False
+    residual_weights: bool = False
+    streams: int = 1
+    active_stream: int = 0
+    stream_output_scale: bool = False
+    laurel_rank: int = 0
     conv_kernel: int = 0
     """Taps of short convolutions; 0 without them."""
     delta: DeltaSpec | None = None
@@ -426,6 +442,40 @@ class Architecture:
         has_state = any(op is not None and op.state is not None for op in stateful)
         return has_state or not self.mixers <= {"attention", "none"}
 
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer attends to: itself, or an earlier one."""
+        first = self.n_layers - self.kv_shared_layers
+        if layer < first:
+            return layer
+        mask = self.window_of(layer), self.chunk_of(layer)
+        same = (i for i in range(first) if (self.window_of(i), self.chunk_of(i)) == mask)
+        return max((i for i in same if "attention" in self.kind_of(i).mixer), default=layer)
+
+    @cached_property
+    def kv_sources(self) -> frozenset[int]:
+        """Layers whose keys and values later ones attend to."""
+        shared = range(self.n_layers - self.kv_shared_layers, self.n_layers)
+        return frozenset(map(self.kv_source, shared))
+
+    def takes_values_from_keys(self, layer: int) -> bool:
+        """Return whether the values of a layer are its keys before their norm and rotation."""
+        is_full = self.window is None or layer in self.full_layers
+        return self.values_from_keys == "all" or (self.values_from_keys == "full" and is_full)
+
+    def ffn_size(self, layer: int) -> int:
+        """Return the width of the dense feed-forward network of a layer."""
+        if self.ffn_sizes:
+            return self.ffn_sizes[layer if len(self.ffn_sizes) > 1 else 0]
+        is_shared = layer >= self.n_layers - self.kv_shared_layers
+        return self.intermediate_size * (self.kv_shared_ffn_factor if is_shared else 1)
+
+    def sparsity_of(self, layer: int) -> float:
+        """Return the share of the columns of ffn.gate that become 0 in a layer."""
+        each = self.activation_sparsity
+        if len(each) == 1:
+            return each[0]
+        return each[layer] if layer < len(each) else 0.0
+
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer."""
         return None if layer in self.full_layers else self.window
@@ -496,6 +546,11 @@ class Architecture:
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts."""
         return self.moe is not None and layer in self.moe.layers
+
+    def has_dense_network(self, layer: int) -> bool:
+        """Return whether a layer has a dense feed-forward network, alone or beside experts."""
+        beside = self.moe is not None and self.moe.beside_dense
+        return beside or not self.has_experts(layer)
 
     @property
     def value_dim(self) -> int:

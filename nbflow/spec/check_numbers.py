@@ -97,6 +97,77 @@ def _problems(spec: Architecture) -> Iterator[str]:
     if spec.attention_sinks and (spec.latent is not None or spec.encoder is not None):
         yield "attention_sinks go without latent attention and encoders"
     yield from _expert_problems(spec)
+    yield from _sharing_problems(spec)
+    yield from _around_problems(spec)
+
+
+def _sharing_problems(spec: Architecture) -> Iterator[str]:
+    """Yield problems of layers that use the keys and values of others, or keys as values."""
+    if not spec.kv_shared_layers and spec.values_from_keys == "none":
+        return
+    wanted = (("latent", None), ("encoder", None), ("residual", "sequential"))
+    for field, value in wanted:
+        if getattr(spec, field) != value:
+            yield f"kv_shared_layers and values_from_keys go without {field}"
+    if spec.qk_norm not in ("none", "head") or spec.qkv_layout != "blocks":
+        yield (
+            "kv_shared_layers and values_from_keys go with qk_norm 'none' or 'head' and "
+            f"qkv_layout 'blocks', got {spec.qk_norm!r} and {spec.qkv_layout!r}"
+        )
+    for i in range(spec.n_layers):
+        heads = spec.heads_of(i)
+        if i >= spec.n_layers - spec.kv_shared_layers and spec.kv_source(i) == i:
+            yield (
+                f"kv_shared_layers = {spec.kv_shared_layers}: no layer before the last "
+                f"{spec.kv_shared_layers} has the attention of layer {i}, whose keys and values it "
+                "could use"
+            )
+        if spec.takes_values_from_keys(i) and heads.key_dim != heads.value_dim:
+            yield (
+                f"values_from_keys needs values as wide as keys, got {heads.value_dim} and "
+                f"{heads.key_dim} in layer {i}"
+            )
+
+
+def _around_problems(spec: Architecture) -> Iterator[str]:
+    """Yield problems of streams, per-layer embeddings and networks that differ between layers."""
+    if len(spec.ffn_sizes) not in (0, 1, spec.n_layers):
+        yield f"ffn_sizes must have {spec.n_layers} entries, or one, got {len(spec.ffn_sizes)}"
+    if len(spec.activation_sparsity) > spec.n_layers:
+        yield (
+            f"activation_sparsity must have at most {spec.n_layers} entries, got "
+            f"{len(spec.activation_sparsity)}"
+        )
+    if any(spec.activation_sparsity) and not spec.gated:
+        yield "activation_sparsity needs gated = true"
+    if spec.active_stream >= spec.streams:
+        yield f"active_stream must be 0..{spec.streams - 1}, got {spec.active_stream}"
+    if spec.streams > 1 and (spec.norm != "rms" or spec.norm_offset):
+        yield (
+            f"streams need norm 'rms' and norm_offset 0, got {spec.norm!r} and {spec.norm_offset:g}"
+        )
+    parts = ("laurel_rank", "layer_embed_size", "layer_scale", "residual_weights")
+    used = [name for name in parts if getattr(spec, name)] + ["streams"] * (spec.streams > 1)
+    if used and (spec.residual != "sequential" or spec.encoder is not None or not spec.causal):
+        yield f"{used[0]} needs residual 'sequential' and a decoder without an encoder"
+    if spec.layer_embed_size and spec.activation in ("swigluoai", "xielu"):
+        yield f"layer_embed_size goes without activation {spec.activation!r}"
+    moe = spec.moe
+    if (
+        moe is not None
+        and moe.beside_dense
+        and (
+            moe.router_bias
+            or moe.shared_size
+            or moe.latent_size
+            or spec.norm_place != "sandwich"
+            or spec.biases.intersection(("router", *EXPERT_BIASES))
+        )
+    ):
+        yield (
+            "experts_beside_dense needs norm_place 'sandwich', and goes without biases of router "
+            "and experts, shared experts and expert_latent_size"
+        )
 
 
 def _chunk_problems(spec: Architecture) -> Iterator[str]:

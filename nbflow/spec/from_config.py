@@ -155,9 +155,19 @@ def build_spec(
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key, or None if it is null or absent; a number enters a list."""
+    """Return the value of a dotted key, or None if it is null or absent.
+
+    A number enters a list; ``*`` stands for every key of a table, if what follows has one value.
+    """
     value: Any = config
-    for part in _full(config, key).split("."):
+    first, *rest = _full(config, key).split(".*.", 1)
+    if rest:
+        found = lookup(config, first)
+        inner = (
+            [lookup(item, rest[0]) for item in found.values()] if isinstance(found, dict) else []
+        )
+        return inner[0] if inner and all(_same(item, inner[0]) for item in inner) else None
+    for part in first.split("."):
         if isinstance(value, list) and part.isdecimal():
             value = value[int(part)] if int(part) < len(value) else None
         else:
@@ -291,6 +301,8 @@ def _from_config(
             value = max(check_value(value, f"{where}: {_full(config, key)}", [FIELDS[field].kind]))
         elif isinstance(value, list) and FIELDS[field].kind in (int, float):
             value = _common(value, f"{where}: {_full(config, key)}")
+        elif isinstance(value, int | float) and FIELDS[field].kind in ([int], [float]):
+            value = [value]  # one for all layers
         return check_field(value, f"{where}: {_full(config, key)}", FIELDS[field])
     if rule.same_as is not None:
         other = values.get(rule.same_as)
@@ -469,6 +481,7 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
         shared_size=values["shared_size"],
         shared_gate=values["shared_gate"],
         layers=layers,
+        beside_dense=values["experts_beside_dense"],
         **{name: values[f"router_{name}"] for name in router},
     )
 

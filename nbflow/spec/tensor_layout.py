@@ -58,6 +58,8 @@ def find_layout(
 ) -> TensorLayout:
     """Return the location of one of our tensors (``layers.3.attn.q.weight``)."""
     parts = name.split(".")
+    if parts[0] == "streams":
+        return _stream_matrix(spec, parts[1], parts[2], shapes[name])
     if parts[0] != "layers":
         return TensorLayout(spec.tensors[name], shapes[name])
     layer, inner, our_shape = parts[1], ".".join(parts[2:]), shapes[name]
@@ -87,6 +89,15 @@ def find_layout(
             shape = shape[::-1] if transposed else shape
             return TensorLayout(pattern.replace("{i}", layer), shape, rows, transposed)
     raise KeyError(name)
+
+
+def _stream_matrix(spec: Architecture, name: str, j: str, shape: tuple[int, ...]) -> TensorLayout:
+    """Locate the projection of a further stream, stored separately or for all of them."""
+    pattern = spec.tensors[f"streams.{name}.{{j}}.weight"]
+    if "{j}" in pattern:
+        return TensorLayout(pattern.replace("{j}", j), shape)
+    n, first = shape[0], int(j) * shape[0]
+    return TensorLayout(pattern, (spec.streams - 1, *shape), ((first, first + n),))
 
 
 def _fused_rows(spec: Architecture, fused: str, part: int, sizes: list[int]) -> tuple[Span, ...]:

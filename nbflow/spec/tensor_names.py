@@ -75,8 +75,28 @@ INDEXER = ("attn.index_q", "attn.index_k", "attn.index_weights")
 LATENT_MATRICES = ("attn.k_b", "attn.v_b")
 """Up projections of latent attention, stacked by head, without bias."""
 
+BESIDE_DENSE = ("dense_post_norm", "router_norm", "experts_norm", "experts_post_norm")
+"""Norms of experts beside a dense network: of the latter's output, of the router's input, of the
+experts' input and output."""
+STREAMS = ("streams.router", "streams.predict", "streams.correct")
+"""Matrices of a layer with several residual streams: weights of a token, and the coefficients of
+prediction and correction from them."""
+LAUREL = ("laurel.down", "laurel.up")
+"""Learned residual of low rank."""
+LAYER_EMBED = ("layer_embed.gate", "layer_embed.out")
+"""Gate that a layer's embedding multiplies, and the projection behind it."""
+LAYER_VECTORS = (
+    "streams.router_norm", "streams.output_scale", "laurel_norm", "layer_embed_norm",
+    "layer_scale", "attn_residual", "ffn_residual", "expert_scale",
+)  # fmt: skip
+"""Norms and factors by column of these parts, and the factors of experts."""
+STREAM_MATRICES = ("streams.in.{j}", "streams.out.{j}")
+"""Projections of the token embedding to further stream j, from 0, and of it before the head; a
+checkpoint's name without {j} is a fused tensor (streams - 1, E, E)."""
+
 _IN_LAYERS = (
-    *LAYER_NORMS, *HEAD_NORMS, "attn.sinks", *LINEARS, *DELTA_CONVS, *DELTA_VECTORS,
+    *LAYER_NORMS, *BESIDE_DENSE, *STREAMS, *LAUREL, *LAYER_EMBED, *LAYER_VECTORS,
+    *HEAD_NORMS, "attn.sinks", *LINEARS, *DELTA_CONVS, *DELTA_VECTORS,
     *SSM_VECTORS, *MAMBA1_VECTORS, *XIELU, *LATENT_MATRICES, *INDEXER, *FUSED, *EXPERT_MATRICES,
     "moe.gate_up", *EXPERT_PROJECTIONS,
     *SHARED_MATRICES, "shared_gate",
@@ -84,13 +104,15 @@ _IN_LAYERS = (
 _ONE_KIND = {
     "bias": ("embed", "positions", "position_bias", "types", "attn.k_b", "attn.v_b", "attn.kv_b",
              "attn.sinks", *INDEXER, *HEAD_NORMS, *DELTA_VECTORS, *SSM_VECTORS, *MAMBA1_VECTORS,
-             *XIELU, *EXPERT_PROJECTIONS),
+             *XIELU, *EXPERT_PROJECTIONS, *STREAMS, *LAUREL, *LAYER_EMBED, *LAYER_VECTORS,
+             *STREAM_MATRICES, "layer_embed", "layer_embed.in", "layer_embed_norm", "router_norm"),
     "weight": (*EXPERT_BIASES, "moe.gate_up"),
 }  # fmt: skip
 """Tensors that have only a weight, or only a bias."""
 _OUTSIDE = (
     "embed", "positions", "position_bias", "types", "embed_norm", "embed.in", "embed.out",
     "final_norm", "transform", "transform_norm", "head", "pooler", "classifier",
+    "layer_embed", "layer_embed.in", "layer_embed_norm", *STREAM_MATRICES,
 )  # fmt: skip
 TENSOR_NAMES = (
     *(

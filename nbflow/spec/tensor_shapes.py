@@ -7,7 +7,7 @@ columns.
 
 from __future__ import annotations
 
-from nbflow.spec.architecture import Architecture, LatentSpec
+from nbflow.spec.architecture import Architecture, LatentSpec, LayerKind
 from nbflow.spec.plugin_ops import OPS, PLACES
 from nbflow.spec.tensor_names import EXPERT_BIASES, XIELU
 
@@ -56,17 +56,43 @@ def layer_shapes(spec: Architecture, layer: int) -> Shapes:
             shapes |= {f"{part}.{name}.weight": shape for name, shape in of_op.items()}
     if spec.indexer is not None and layer in spec.indexer.layers:
         shapes |= _indexer_shapes(spec)
-    if not kind.feed_forward:
-        pass
-    elif spec.has_experts(layer):
+    if kind.feed_forward and spec.has_experts(layer):
         shapes |= _expert_shapes(spec)
-    else:
-        shapes |= _network(spec, "ffn", E, spec.intermediate_size)
+    if kind.feed_forward and spec.has_dense_network(layer):
+        shapes |= _network(spec, "ffn", E, spec.ffn_size(layer))
         if spec.activation == "xielu":
             shapes |= {f"{name}.weight": (1,) for name in XIELU}
+    shapes |= _around_shapes(spec, kind)
     for name in sorted(spec.biases):
         if f"{name}.weight" in shapes:
             shapes[f"{name}.bias"] = shapes[f"{name}.weight"][:1]
+    return shapes
+
+
+def _around_shapes(spec: Architecture, kind: LayerKind) -> Shapes:
+    """Return the tensors around the sublayers: streams, learned residuals, per-layer embeddings."""
+    E, S, R, P = spec.hidden_size, spec.streams, spec.laurel_rank, spec.layer_embed_size
+    shapes: Shapes = {}
+    if S > 1:
+        shapes |= {
+            "streams.router_norm.weight": (E,),
+            "streams.router.weight": (S, E),
+            "streams.predict.weight": (S * S, S),
+            "streams.correct.weight": (S, S),
+        }
+        if spec.stream_output_scale:
+            shapes["streams.output_scale.weight"] = (E,)
+    if R:
+        shapes |= {"laurel.down.weight": (R, E), "laurel.up.weight": (E, R)}
+        shapes |= _norm(spec, "laurel_norm", E)
+    if P:
+        shapes |= {"layer_embed.gate.weight": (P, E), "layer_embed.out.weight": (E, P)}
+        shapes |= _norm(spec, "layer_embed_norm", E)
+    if spec.layer_scale:
+        shapes["layer_scale.weight"] = (1,)
+    if spec.residual_weights:
+        sublayers = ["attn"] * (kind.mixer != ("none",)) + ["ffn"] * kind.feed_forward
+        shapes |= {f"{name}_residual.weight": (E,) for name in sublayers}
     return shapes
 
 
@@ -82,12 +108,12 @@ def _attention_shapes(spec: Architecture, layer: int) -> Shapes:
     if spec.latent is not None:
         shapes |= _latent_shapes(spec, spec.latent)
     else:
-        shapes |= {
-            "attn.q.weight": (q_rows, E),
-            "attn.k.weight": (kv_rows, E),
-            "attn.v.weight": (G * Dv, E),
-            "attn.o.weight": (E, out),
-        }
+        shapes |= {"attn.q.weight": (q_rows, E)}
+        if spec.kv_source(layer) == layer:
+            shapes["attn.k.weight"] = (kv_rows, E)
+            if not spec.takes_values_from_keys(layer):
+                shapes["attn.v.weight"] = (G * Dv, E)
+        shapes["attn.o.weight"] = (E, out)
     if spec.output_gate:
         shapes["attn.gate.weight"] = (out, E)
     if spec.has_sinks(layer):
@@ -110,6 +136,8 @@ def _attention_shapes(spec: Architecture, layer: int) -> Shapes:
         widths = (q_rows, kv_rows) if spec.qk_norm == "all" else (D,) * 2
         for name, width in zip(("attn.q_norm", "attn.k_norm"), widths, strict=True):
             shapes[f"{name}.weight"] = (width,)
+        if spec.kv_source(layer) != layer:
+            del shapes["attn.k_norm.weight"]
     return shapes
 
 
@@ -233,6 +261,10 @@ def _expert_shapes(spec: Architecture) -> Shapes:
         shapes["router.bias"] = (moe.n_experts,)
     for j in range(moe.n_experts):
         shapes |= _network(spec, f"moe.{j}", moe.latent_size or E, moe.expert_size)
+    if moe.beside_dense:
+        norms = ("dense_post_norm", "experts_norm", "experts_post_norm", "router_norm")
+        shapes |= {f"{name}.weight": (E,) for name in norms}
+        shapes["expert_scale.weight"] = (moe.n_experts,)
     if moe.latent_size:
         shapes |= {
             "experts.in.weight": (moe.latent_size, E),
@@ -264,6 +296,13 @@ def tensor_shapes(spec: Architecture) -> Shapes:
         shapes["types.weight"] = (spec.type_vocab_size, E)
     if spec.embed_norm:
         shapes |= _norm(spec, "embed_norm", E)
+    for j in range(spec.streams - 1):
+        shapes |= {f"streams.{name}.{j}.weight": (E, E) for name in ("in", "out")}
+    if spec.layer_embed_size:
+        width = spec.n_layers * spec.layer_embed_size
+        shapes["layer_embed.weight"] = (spec.layer_embed_vocab_size or spec.vocab_size, width)
+        shapes["layer_embed.in.weight"] = (width, E)
+        shapes |= _norm(spec, "layer_embed_norm", spec.layer_embed_size)
     for i in range(spec.n_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(spec, i).items()}
     if spec.final_norm:

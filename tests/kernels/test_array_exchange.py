@@ -23,7 +23,7 @@ def _has_arrays(case: OpCase) -> bool:
 
 HALF_FAMILIES = (
     "norm", "activation", "position", "matmul", "quantized_matmul", "sampling", "logits", "gating",
-    "hadamard",
+    "hadamard", "row_statistics",
 )  # fmt: skip
 FIRST = {
     c.op: c for c in reversed(list(op_registry.all_cases())) if not c.timed and c.n_bytes < 1e7

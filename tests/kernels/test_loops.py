@@ -16,6 +16,7 @@ from nbflow_kernels.matmul import loops as matmul_loops
 from nbflow_kernels.norm import loops as norm_loops
 from nbflow_kernels.quantized_matmul import loops as qmatmul_loops
 from nbflow_kernels.quantized_matmul.cpu import Int8Rows, quantize_activations
+from nbflow_kernels.row_statistics import loops as row_loops
 from nbflow_kernels.state_space import loops as state_space_loops
 
 
@@ -152,3 +153,21 @@ def test_loops_of_mamba2(rng: np.random.Generator) -> None:
     found = nk.mamba2_scan(x, dt, a, b, c, state, *batch, d=d, dt_softplus=False)
     np.testing.assert_array_equal(found[:, 0], y)
     np.testing.assert_array_equal(state[0, 0], loop_state)
+
+
+def test_row_statistics(rng: np.random.Generator) -> None:
+    """Sums of 100 terms in another order: at most 100 roundings of 2**-24 of their magnitude."""
+    x, like = _normal(rng, 3, 100), _normal(rng, 3, 100)
+    scaled, moments, kept = np.empty_like(x), np.empty((3, 2), np.float32), np.empty_like(x)
+    row_loops.match_rms(x, like, 1e-5, scaled)
+    row_loops.row_moments(x, moments)
+    row_loops.gaussian_topk(x, moments, 100.0, 0.5, kept)
+    np.testing.assert_allclose(nk.match_rms(x, like), scaled, rtol=100 * 2.0**-24)
+    np.testing.assert_allclose(
+        nk.row_moments(x), moments, rtol=100 * 2.0**-24, atol=100 * 2.0**-24 * np.abs(x).sum()
+    )
+    found = nk.gaussian_topk(x, 0.5, moments=moments)
+    np.testing.assert_allclose(found, kept, rtol=2.0**-23, atol=2.0**-22)
+    assert (
+        0.6 < np.mean(found == 0) < 0.8
+    )  # the normal distribution has 69 % below half a deviation

@@ -65,7 +65,7 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
             ("quantized_matmul", "GEMV, GEMM of", "packed weights"),
             ("attention", "paged, ragged,", "cascade, MLA"),
             ("matmul · moe", "float products,", "experts; convolution"),
-            ("linear_attention", "delta_rule · hadamard", "gating · state_space"),
+            ("linear_attention", "delta_rule · hadamard", "gating · state_space · row_statistics"),
             ("norm · activation", "position · embedding", "kv_cache · masks"),
             ("sampling · logits", "penalties · sparse", "· exchange of arrays"),
         ),

@@ -434,7 +434,7 @@ def separate_convolutions(model: Any) -> Convert:
     return convert
 
 
-TEXT_OF = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+TEXT_OF = ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 """Classes whose configuration is called that of the text model."""
 
 

@@ -42,6 +42,8 @@ def randomize(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_((0.2 * torch.randn_like(buffer)).half().float())
+        elif name.endswith("layer_scalar"):
+            buffer.copy_((1.0 + 0.2 * torch.randn_like(buffer)).half().float())
 
 
 @contextlib.contextmanager

@@ -34,6 +34,13 @@ def rope(kind: str = "default", theta: float = 10000.0, **numbers: Any) -> dict[
 
 WINDOWS = {**EVEN, "num_hidden_layers": 4, "sliding_window": 9}
 """Windows in some of the layers."""
+GEMMA = {
+    **TINY, "num_hidden_layers": 6, "sliding_window": 9, "hidden_size_per_layer_input": 10,
+    "tie_word_embeddings": True, "layer_types": [
+        "sliding_attention", "full_attention", "sliding_attention", "sliding_attention",
+        "full_attention", "sliding_attention"],
+}  # fmt: skip
+"""Layers of two kinds, the last two of which may share the caches of earlier ones."""
 EXPERTS = {**EVEN, "num_hidden_layers": 3, "moe_intermediate_size": 12, "num_experts_per_tok": 3}
 SIGMOID = {
     **EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
@@ -172,6 +179,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": {
             "full_attention": rope(theta=5e3, partial_rotary_factor=0.334),
             "sliding_attention": rope(theta=1e2, partial_rotary_factor=0.334)}}),
+    "gemma3n": ("Gemma3n", {
+        **GEMMA, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "laurel_rank": 6,
+        "vocab_size_per_layer_input": 90, "altup_num_inputs": 3,
+        "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.7],
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": {
+            "sliding_attention": rope(theta=5e3), "full_attention": rope(theta=1e5)}}),
+    "gemma4": ("Gemma4", {
+        **GEMMA, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 97, "head_dim": 8,
+        "global_head_dim": 16, "use_double_wide_mlp": True}),
+    "gemma4_moe": ("Gemma4", {
+        **GEMMA, "num_hidden_layers": 3, "hidden_size_per_layer_input": 0, "head_dim": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2,
+        "moe_intermediate_size": 12, "final_logit_softcapping": 3.0}),
     "glm_moe_dsa": ("GlmMoeDsa", {
         **SPARSE, "n_group": 1, "topk_group": 1, "attention_bias": True,
         "indexer_types": ["full", "shared", "full"]}),

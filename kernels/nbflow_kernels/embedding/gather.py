@@ -31,6 +31,17 @@ def gather_rows(ids: NDArray[np.int32], table: NDArray[Any], out: NDArray[np.flo
     parallel_for(_gather, len(ids), float(out.size), ids, *source, *target)
 
 
+def known_rows(ids: NDArray[np.int32], n_rows: int, rows: NDArray[np.int32]) -> None:
+    """Write `ids` that are rows of a table of `n_rows`, and 0 for others."""
+    parallel_for(_known_rows, len(ids), float(len(ids)), ids, np.int32(n_rows), rows)
+
+
+@jit.kernel
+def _known_rows(ids, n_rows, rows, start, stop):
+    for t in range(start, stop):
+        rows[t] = ids[t] if 0 <= ids[t] < n_rows else 0
+
+
 @jit.kernel
 def _gather(ids, table, row_bytes, kind, E, out, out_bytes, start, stop):
     """Write rows [start, stop) of the result."""

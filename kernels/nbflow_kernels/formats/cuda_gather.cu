@@ -36,13 +36,13 @@ extern "C" __global__ void scale_in_place(float* x, long long n, float scale) {
     x[i] *= scale;
 }
 
-// rows[t] = ids[t] - first, or -1 where a shard of n_rows rows does not hold it.
+// rows[t] = ids[t] - first, or `other` where a shard of n_rows rows does not hold it.
 extern "C" __global__ void __launch_bounds__(256) shard_rows(
-    const int* ids, int* rows, int n, int first, int n_rows) {
+    const int* ids, int* rows, int n, int first, int n_rows, int other) {
   const int t = blockIdx.x * 256 + threadIdx.x;
   if (t >= n) return;
   const int row = ids[t] - first;
-  rows[t] = 0 <= row && row < n_rows ? row : -1;
+  rows[t] = 0 <= row && row < n_rows ? row : other;
 }
 
 // Zero the rows of out whose index is negative.  Thread block (columns, rows).

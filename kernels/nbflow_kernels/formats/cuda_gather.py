@@ -41,16 +41,17 @@ def scale_in_place(x: Any, scale: float) -> None:
 
 
 _shard_rows = cuda.cpp_kernel(
-    __file__, "cuda_gather.cu", "shard_rows", "i32* ids, i32* rows, i32 n, i32 first, i32 n_rows"
-)
+    __file__, "cuda_gather.cu", "shard_rows",
+    "i32* ids, i32* rows, i32 n, i32 first, i32 n_rows, i32 other",
+)  # fmt: skip
 _clear_foreign_rows = cuda.cpp_kernel(
     __file__, "cuda_gather.cu", "clear_foreign_rows", "i32* rows, f32* out, i32 T, i32 E"
 )
 
 
-def shard_rows(ids: Any, first: int, n_rows: int, rows: Any) -> None:
-    """Write the rows of a shard [first, first + n_rows) that hold `ids`; -1 for other shards'."""
-    _shard_rows(cuda.ceil_div(len(rows), 256), 256, (ids, rows, len(rows), first, n_rows))
+def shard_rows(ids: Any, first: int, n_rows: int, rows: Any, other: int = -1) -> None:
+    """Write the rows of a shard [first, first + n_rows) that hold `ids`; `other` for the rest."""
+    _shard_rows(cuda.ceil_div(len(rows), 256), 256, (ids, rows, len(rows), first, n_rows, other))
 
 
 def clear_foreign_rows(rows: Any, out: Any) -> None:

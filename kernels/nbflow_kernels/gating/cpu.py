@@ -15,12 +15,13 @@ _COST = 16  # multiply-adds per element, for the decision to use more than one t
 
 
 def gated_product(gate, x, activation, out):
-    """See `nbflow_kernels.gated_product`."""
+    """See `nbflow_kernels.gated_product`; the gate may also be one row (I,) for all."""
     hold(gate, x, out)
     T, width = out.shape
+    gate_bytes = gate.strides[0] if gate.ndim == 2 else 0
     parallel_for(
         _gated_product, T, T * width * _COST,
-        address_of(gate), gate.strides[0], address_of(x), x.strides[0],
+        address_of(gate), gate_bytes, address_of(x), x.strides[0],
         address_of(out), out.strides[0], width, *GATES[activation],
     )  # fmt: skip
 

@@ -20,12 +20,12 @@ def _kernel(function: str, wide: bool) -> cuda.Kernel:
 
 
 def gated_product(gate: Any, x: Any, activation: str, out: Any) -> None:
-    """See `nbflow_kernels.gated_product`."""
+    """See `nbflow_kernels.gated_product`; the gate may also be one row (I,) for all."""
     T, width = out.shape
     if not T * width:
         return
     arrays = gate, x, out
-    rows = [array.strides[0] // array.itemsize for array in arrays]
+    rows = [array.strides[0] // array.itemsize if array.ndim == 2 else 0 for array in arrays]
     wide = all(n % 4 == 0 for n in (width, *rows))
     wide = wide and all(cuda.address(array) % 16 == 0 for array in arrays)
     n_blocks = cuda.ceil_div(cuda.ceil_div(width, 4), _THREADS)

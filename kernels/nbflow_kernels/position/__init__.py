@@ -32,6 +32,7 @@ from nbflow_kernels.position.rope_scaling import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     RopeScaling,
     YarnRopeScaling,
 )
@@ -39,6 +40,7 @@ from nbflow_kernels.position.temperature import apply_attention_temperature_inpl
 
 __all__ = [
     "DynamicNtkRopeScaling", "LinearRopeScaling", "Llama3RopeScaling", "LongRopeScaling",
+    "ProportionalRopeScaling",
     "RopeScaling", "YarnRopeScaling", "add_learned_positions", "alibi_bias", "alibi_slopes",
     "apply_attention_temperature_inplace", "apply_llama31_rope", "apply_llama31_rope_inplace",
     "apply_llama31_rope_pos_ids", "apply_llama31_rope_pos_ids_inplace", "apply_rope",

@@ -13,6 +13,7 @@ from nbflow_kernels.position import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     YarnRopeScaling,
     rope_cos_sin_cache,
 )
@@ -102,6 +103,7 @@ SCALINGS = {
     ),
     "yarn_not_truncated": YarnRopeScaling(factor=8.0, original_max_position=64, truncate=False),
     "llama3": Llama3RopeScaling(original_max_position=64),
+    "proportional": ProportionalRopeScaling(partial_rotary_factor=0.3, factor=2.0),
     "longrope": LongRopeScaling(
         short_factor=tuple(1.0 + 0.1 * j for j in range(10)),
         long_factor=tuple(1.0 + 2.0 * j for j in range(10)),

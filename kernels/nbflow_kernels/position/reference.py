@@ -12,6 +12,7 @@ from nbflow_kernels.position.rope_scaling import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     YarnRopeScaling,
 )
 
@@ -35,6 +36,9 @@ def _stretch(w: float, j: int, d: int, theta: float, scaling: Any, length: int) 
     """Return frequency w of pair j after scaling."""
     if isinstance(scaling, LinearRopeScaling):
         return w / scaling.factor
+    if isinstance(scaling, ProportionalRopeScaling):
+        n_rotated = math.floor(scaling.partial_rotary_factor * d / 2.0)
+        return w / scaling.factor if j < n_rotated else 0.0
     if isinstance(scaling, LongRopeScaling):
         is_long = length > scaling.original_max_position
         return w / (scaling.long_factor if is_long else scaling.short_factor)[j]

@@ -11,6 +11,7 @@ of Hugging Face's `modeling_rope_utils`, in float64.
 `Llama3RopeScaling`          the same with a ramp over wavelengths
 `LongRopeScaling`            a divisor per frequency, for short and for long sequences; attention
                              factor
+`ProportionalRopeScaling`    the lowest frequencies are zero: these columns are not rotated
 ===========================  ======================================================================
 
 For a fixed change of base ("NTK-aware" scaling) pass another `theta`.
@@ -111,7 +112,9 @@ class RopeScaling:
         known |= {field.name: field.name for field in fields(scaling) if field.name != length}
         numbers: dict[str, Any] = {}
         for key, value in config.items():
-            if key in ("rope_type", "type", "rope_theta", "partial_rotary_factor"):
+            if key in ("rope_type", "type", "rope_theta"):
+                continue
+            if key == "partial_rotary_factor" and scaling is not ProportionalRopeScaling:
                 continue
             if key not in known:
                 raise unknown_name(f"key of rope_type {kind!r}", key, known)
@@ -134,8 +137,10 @@ def _complete(
     original: int | None,
 ) -> None:
     """Complete `numbers` from the rest of the config.json."""
-    if scaling is LinearRopeScaling:
-        numbers.pop("original_max_position", None)  # unused by linear scaling
+    if scaling in (LinearRopeScaling, ProportionalRopeScaling):
+        numbers.pop("original_max_position", None)  # unused by these scalings
+        if scaling is ProportionalRopeScaling:
+            numbers.setdefault("factor", 1.0)
         return
     if scaling is DynamicNtkRopeScaling:
         # by definition the length the model was trained for, whatever else the entry says
@@ -172,6 +177,37 @@ class LinearRopeScaling(RopeScaling):
     def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
         """Return theta ** (-2j / d) / factor."""
         return _plain(rotary_dim, theta) / self.factor, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProportionalRopeScaling(RopeScaling):
+    """A share of the frequencies of whole heads; the lowest are zero (Gemma 4).
+
+    Unlike a smaller rotary dimension, it keeps the frequencies and pairs of the whole head.
+
+    Examples
+    --------
+    >>> from nbflow_kernels import ProportionalRopeScaling
+    >>> ProportionalRopeScaling(partial_rotary_factor=0.5).frequencies(8, 1e4, 4096)
+    (array([1. , 0.1, 0. , 0. ]), 1.0)
+    """
+
+    partial_rotary_factor: float = 1.0
+    """Share of the frequencies that are not zero, from 0 to 1."""
+    factor: float = 1.0
+    """Divisor of the frequencies."""
+
+    def __post_init__(self) -> None:
+        _check_positive(factor=self.factor)
+        if not 0.0 <= self.partial_rotary_factor <= 1.0:
+            raise UsageError(
+                f"partial_rotary_factor must be from 0 to 1, got {self.partial_rotary_factor}"
+            )
+
+    def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
+        """Return the first frequencies of the paper, divided by `factor`, then zeros."""
+        rotated = np.arange(rotary_dim // 2) < int(self.partial_rotary_factor * rotary_dim // 2)
+        return np.where(rotated, _plain(rotary_dim, theta) / self.factor, 0.0), 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,5 +457,6 @@ _TYPES: dict[str, type[RopeScaling]] = {
     "llama3": Llama3RopeScaling,
     "longrope": LongRopeScaling,
     "su": LongRopeScaling,
+    "proportional": ProportionalRopeScaling,
 }
 """Type in a config.json to the class; its fields are the keys."""

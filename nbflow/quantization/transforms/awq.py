@@ -32,6 +32,7 @@ from nbflow.program.records import Operand
 from nbflow.quantization.transforms.norm_consumers import (
     experts_can_transform,
     has_plain_mixers,
+    has_plain_residuals,
     norm_readers,
 )
 from nbflow.quantization.transforms.transform import ChannelScale, LinearMap, WeightTransform
@@ -95,6 +96,12 @@ def scale_columns(
         raise UsageError(
             f"{spec.name}: quantizer 'awq' does not support recurrent layers and gated attention; "
             "use 'gptq', 'hqq' or 'search'"
+        )
+    if not has_plain_residuals(spec):
+        raise UsageError(
+            f"{spec.name}: quantizer 'awq' does not support shared keys and values, per-layer "
+            "embeddings, several residual streams and factors of them; use 'gptq', 'hqq' or "
+            "'search'"
         )
     if not set(spec.tensor_shapes()) & set(statistics):
         raise UsageError(

@@ -30,6 +30,7 @@ from nbflow.program.records import Operand
 from nbflow.quantization.transforms.norm_consumers import (
     experts_can_transform,
     has_plain_mixers,
+    has_plain_residuals,
     norm_readers,
 )
 from nbflow.quantization.transforms.transform import (
@@ -58,6 +59,9 @@ def rotated_spec(spec: ModelSpec) -> ModelSpec:
         "it has no norm before the head": not spec.final_norm or not spec.head,
         "its head has a transform layer": spec.head_transform,
         "it has recurrent layers or gated attention": not has_plain_mixers(spec),
+        "other parts than sublayers read its residual stream, or layers share keys and values": (
+            not has_plain_residuals(spec)
+        ),
         "its experts have biases, non-contiguous rows or a latent width": not experts_can_transform(
             spec
         ),

@@ -25,6 +25,14 @@ def has_plain_mixers(spec: ModelSpec) -> bool:
     return not spec.is_recurrent and not spec.output_gate
 
 
+def has_plain_residuals(spec: ModelSpec) -> bool:
+    """Return True if sublayers add to one residual stream, and nothing else reads it or a norm."""
+    around = spec.layer_embed_size or spec.laurel_rank or spec.layer_scale or spec.residual_weights
+    shared = spec.kv_shared_layers or spec.values_from_keys != "none" or spec.value_norm
+    beside = spec.moe is not None and spec.moe.beside_dense
+    return not (around or shared or beside or spec.streams > 1)
+
+
 def norm_readers(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
     """Return our names of the norms before sublayers and head -> the matrices that read them.
 
