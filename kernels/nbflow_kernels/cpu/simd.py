@@ -19,6 +19,7 @@ bounds check: the public functions check shapes before a kernel runs.
 `store_f32(addr, v)`                write 16 float32
 `store_i32(addr, v)`                write 16 int32
 `splat(x)` / `splat_i32(i)`         one scalar in all lanes
+`splat_f16(addr)`                   one float16 in memory in all lanes, widened to float32
 `add sub mul div`                   lane by lane, float32 or integers (no `div` for these)
 `and_ or_ shl shr`                  integers; `shr` is a logical shift, shift counts are vectors
 `fma(a, b, c)`                      a * b + c with one rounding, float32
@@ -170,6 +171,21 @@ def _make_splat(name: str, vector: Vector, scalar: Any) -> Any:
 
 splat = _make_splat("splat", f32x16, types.float32)
 splat_i32 = _make_splat("splat_i32", i32x16, types.int32)
+
+
+@intrinsic
+def splat_f16(typing_context, addr):
+    """Load one float16, widened to float32, in all lanes.
+
+    x86 loads a scalar of 16 bits into a register that it keeps otherwise, so it waits for the
+    register's last use: a loop over blocks would not overlap.  A broadcast load does not wait.
+    """
+
+    def codegen(context, builder, signature, args):
+        bits = llvm.load(builder, llvm.int64(context, builder, signature, args), I16)
+        return emit_widen(builder, llvm.splat(builder, bits))
+
+    return f32x16(addr), codegen
 
 
 # ---- lane by lane ---------------------------------------------------------------------------

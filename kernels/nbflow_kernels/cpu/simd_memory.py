@@ -280,11 +280,15 @@ def store_quarters(typing_context, addr, step, v):
 
 
 def _fold(builder, a, b, width):
-    """Halve the sums of `width` lanes in `a` and in `b`; those of `a` come first in the result."""
-    starts = range(0, 2 * LANES, width)
-    low = [s + i for s in starts for i in range(width // 2)]
-    high = [s + i for s in starts for i in range(width // 2, width)]
-    return builder.fadd(llvm.shuffle(builder, a, b, low), llvm.shuffle(builder, a, b, high))
+    """Halve the sums of `width` lanes in `a` and in `b`; those of `a` come first in each segment.
+
+    A blend, which any vector port executes, and one shuffle: [a0, b1] + [a1, b0].  Two shuffles
+    [a0, b0] + [a1, b1] would add the same numbers.
+    """
+    half = width // 2
+    blend = [lane if lane % width < half else lane + LANES for lane in range(LANES)]
+    swap = [lane + half if lane % width < half else lane + LANES - half for lane in range(LANES)]
+    return builder.fadd(llvm.shuffle(builder, a, b, blend), llvm.shuffle(builder, a, b, swap))
 
 
 @intrinsic
@@ -301,7 +305,8 @@ def emit_sums(builder, vectors):
     """Emit the vector of the sums of 16 vectors."""
     values, width = list(vectors), LANES
     while len(values) > 1:
-        pairs = zip(values[::2], values[1::2], strict=True)
+        half = len(values) // 2
+        pairs = zip(values[:half], values[half:], strict=True)
         values = [_fold(builder, a, b, width) for a, b in pairs]
         width //= 2
     return values[0]

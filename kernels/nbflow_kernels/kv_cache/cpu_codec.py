@@ -22,8 +22,8 @@ from nbflow_kernels.cpu.simd_memory import (
     load_first,
     load_first_bf16,
     load_first_f16,
-    read_f16,
     read_f32,
+    read_i64,
     store_f16,
     store_first,
     write_f16,
@@ -180,6 +180,29 @@ def decode_row(kind, source, n, factor, target, padded):
 
 
 @jit.device_function
+def decode_rows(kind, table, first, last, n, target, padded, stride):
+    """Decode the rows at the addresses [first, last) of a table, `stride` bytes apart.
+
+    8-bit rows of full blocks skip the choice of a decoder, which takes as long as their decoding.
+    """
+    eight_bits = FIRST_BLOCK_KIND <= kind < FIRST_FLOAT8_KIND and LAYOUTS[kind, MODE] == SIGNED
+    n_blocks = n // 32 if eight_bits and padded == n and n % 32 == 0 else 0
+    for j in range(first, last):
+        row, place = read_i64(table + 8 * j), target + stride * j
+        if n_blocks > 0:
+            _copy_signed(row, n_blocks, np.float32(1), place)
+        else:
+            decode_row(kind, row, n, np.float32(1), place, padded)
+
+
+@jit.device_function
+def copy_float_rows(kind, table, first, last, n, target, padded, stride):
+    """Convert the float rows at the addresses [first, last) of a table, `stride` bytes apart."""
+    for j in range(first, last):
+        copy_floats(kind, read_i64(table + 8 * j), n, np.float32(1), target + stride * j, padded)
+
+
+@jit.device_function
 def copy_floats(kind, source, n, factor, target, padded):
     """Convert n floats of a float kind to float32 times `factor`; zeros up to `padded`."""
     times = simd.splat(factor)
@@ -225,13 +248,13 @@ def _copy_blocks(kind, source, n, factor, target, padded):
 @jit.device_function
 def _copy_signed(source, n_blocks, factor, target):
     """Decode full blocks of a scale and 32 int8."""
-    f = simd.splat(factor)
-    for b in range(n_blocks):
-        at, to = source + 34 * b, target + 128 * b
-        scale = simd.splat(read_f16(at))
+    f, at, to = simd.splat(factor), source, target
+    while at < source + 34 * n_blocks:
+        scale = simd.splat_f16(at)
         for i in range(2):
             v = simd.mul(scale, simd.to_f32(simd.load_i8(at + 2 + 16 * i)))
             simd.store_f32(to + 64 * i, simd.mul(v, f))
+        at, to = at + 34, to + 128
 
 
 @jit.device_function
@@ -243,8 +266,8 @@ def _copy_4_bits(kind, source, n_blocks, halves, factor, target):
     f, zero = simd.splat(factor), simd.splat_i32(LAYOUTS[kind, ZERO])
     for b in range(n_blocks):
         at, to = source + block_bytes * b, target + 128 * b
-        scale = simd.splat(read_f16(at + scale_at))
-        base = simd.splat(read_f16(at + base_at) if base_at >= 0 else np.float32(-0.0))
+        scale = simd.splat_f16(at + scale_at)
+        base = simd.splat_f16(at + base_at) if base_at >= 0 else simd.splat(-0.0)
         if halves:
             byte = simd.load_u8(at + low_at)
             first, second = simd.and_(byte, simd.splat_i32(15)), simd.shr(byte, simd.splat_i32(4))
@@ -265,8 +288,8 @@ def _copy_any(kind, source, n, factor, target, padded):
     zero, f = simd.splat_i32(LAYOUTS[kind, ZERO]), simd.splat(factor)
     at = source
     for first in range(0, n, block):
-        scale = simd.splat(read_f16(at + scale_at))
-        base = simd.splat(read_f16(at + base_at) if base_at >= 0 else np.float32(-0.0))
+        scale = simd.splat_f16(at + scale_at)
+        base = simd.splat_f16(at + base_at) if base_at >= 0 else simd.splat(-0.0)
         for d in range(first, min(first + block, n), 16):
             code = _load_codes(kind, at, d - first)
             # one rounding: float16 times code has at most 19 bits

@@ -76,6 +76,7 @@ def use_simd(f, i, b, out):  # type: ignore[no-untyped-def]
     simd.store_i32(out + 1664, simd.splat_i32(simd.float_to_half(simd_memory.read_f32(f + 192))))
     simd.store_f32(out + 1728, simd.splat(simd.bits_to_float(simd_memory.read_i64(i))))
     simd.store_f32(out + 1792, simd.fma(z, z, simd.splat(simd_memory.read_f32(f + 200))))
+    simd.store_f32(out + 1856, simd.splat_f16(b + 2))
 
 
 @jit.kernel

@@ -27,13 +27,15 @@ from nbflow_kernels.attention.cpu.head_rows import (
     pad_table,
     rotate,
     row_addresses,
-    unpack_chunk,
+    unpack_keys,
+    unpack_values,
 )
 from nbflow_kernels.attention.cpu.online_softmax import (
     MASKED,
     SCORE_BYTES,
     STATE_BYTES,
     apply_mask,
+    chunk_max,
     exp1,
     exp_weights,
     merge_partial,
@@ -43,7 +45,7 @@ from nbflow_kernels.attention.cpu.online_softmax import (
     pv_4x4,
     pv_8x1,
     qk_1x16,
-    qk_4x4,
+    qk_4xn,
     soft_cap,
     unmasked_scores,
 )
@@ -86,9 +88,9 @@ def qk_scores(like, M, q, row_bytes, table, state, s, scratch, ahead, n_prefetch
                 first = min(first, read_i64(state + STATE_BYTES * i + FIRST))
                 last = max(last, read_i64(state + STATE_BYTES * i + LAST))
             if m + 4 <= M:
-                for i in range(max(j, first // 4 * 4), min(j + 16, last), 4):
-                    keys, next_keys = table + 8 * i, ahead + 8 * i
-                    qk_4x4(like, q_m, row_bytes, keys, scores + 4 * i, next_keys, n)
+                i = max(j, first // 4 * 4)
+                keys, next_keys, count = table + 8 * i, ahead + 8 * i, min(j + 16, last) - i
+                qk_4xn(like, q_m, row_bytes, keys, count, scores + 4 * i, next_keys, n)
                 m += 4
             else:
                 first = read_i64(state + STATE_BYTES * m + FIRST)
@@ -117,9 +119,12 @@ def accumulate_pv(like, M, acc, row_bytes, state, s, values, ahead, n_prefetch):
             high = min(high, read_i64(records + STATE_BYTES * i + LAST))
         high = max(low, high)
         if count == 4:
-            pv_ends(like, sums, row_bytes, records, weights, values, np.int64(0), low, ahead)
+            if low > 0:
+                pv_ends(like, sums, row_bytes, records, weights, values, np.int64(0), low, ahead)
             pv_four_rows(like, sums, row_bytes, records, weights, values, low, high, ahead, n)
-            pv_ends(like, sums, row_bytes, records, weights, values, high, np.int64(CHUNK), ahead)
+            if high < CHUNK:
+                end = np.int64(CHUNK)
+                pv_ends(like, sums, row_bytes, records, weights, values, high, end, ahead)
         else:
             pv_row(like, sums, row_bytes, records, weights, values, low, high, ahead, n)
         m += count
@@ -216,15 +221,28 @@ def softmax_weights(header, cap, M, group, head, request, row, position, base, s
             write_f32(record + ROW_SUM, 1.0)
             continue
         old = read_f32(record + ROW_MAX)
-        row_max, row_sum = exp_weights(scores, first, last, old)
-        rescale = np.float32(1.0)
-        if row_max != old:
-            rescale = exp1(old - row_max)
-        # float64: the product is exact, with or without fma
-        before = np.float64(read_f32(record + ROW_SUM)) * np.float64(rescale)
-        write_f32(record + ROW_SUM, before + np.float64(row_sum))
+        row_max = chunk_max(scores, first, last, old)
+        write_f32(record + RESCALE, exp1(old - row_max) if row_max != old else np.float32(1.0))
         write_f32(record + ROW_MAX, row_max)
-        write_f32(record + RESCALE, rescale)
+    if read_word(header, at.NO_SOFTMAX) == 0:
+        exp_rows(M, s, state)
+
+
+@jit.device_function
+def exp_rows(M, s, state):
+    """Replace the scores of all rows by exp(score - row_max), and add them to the sums.
+
+    In a loop after that of the maxima: a processor overlaps rows whose maxima it need not wait for.
+    """
+    for m in range(M):
+        record = state + STATE_BYTES * m
+        first, last = read_i64(record + FIRST), read_i64(record + LAST)
+        if first >= last:
+            continue
+        row_sum = exp_weights(s + m * SCORE_BYTES, first, last, read_f32(record + ROW_MAX))
+        # float64: the product is exact, with or without fma
+        before = np.float64(read_f32(record + ROW_SUM)) * np.float64(read_f32(record + RESCALE))
+        write_f32(record + ROW_SUM, before + np.float64(row_sum))
 
 
 # ---- queries, visible keys and results ----------------------------------------------------------
@@ -395,7 +413,7 @@ def flash_attention(
     range_hook = read_word(header, at.RANGE_HOOK)
     wide_qk, wide_vo = (D_qk + 15) // 16 * 16, (D_vo + 15) // 16 * 16
     qk_bytes, vo_bytes = 4 * wide_qk, 4 * wide_vo
-    packed_bytes = CHUNK * (qk_bytes + vo_bytes) if k_pack or v_pack else 0
+    packed_bytes = CHUNK * max(qk_bytes, vo_bytes) if k_pack or v_pack else 0
     each = qk_bytes + 2 * vo_bytes + SCORE_BYTES + STATE_BYTES
     memory = allocate(max_vectors * each + 4 * TABLE + 1024 + 64 + packed_bytes + 64)
     q_tile = (memory + 63) // 64 * 64
@@ -450,24 +468,21 @@ def flash_attention(
                     row_addresses(
                         pages, page_size, stop_key, next_stop, k_head, v_head, strides, ahead
                     )
-                # Prefetch whole chunks half a chunk ahead.  Packed values are decoded at once, so
-                # both halves prefetch the next chunk then.
-                table_1, n_1 = now + TABLE, strides[7] if stop_key - key == CHUNK else 0
-                table_2, n_2 = ahead, strides[3] if next_stop - stop_key == CHUNK else 0
-                if v_pack:
-                    table_1, n_1 = ahead, n_2
-                    table_2, n_2 = ahead + TABLE, strides[7] if n_2 != 0 else 0
+                # Prefetch whole chunks half a chunk ahead: values during Q K^T, and the next keys
+                # during P V; latent keys and values are decoded together.
+                n_keys = strides[3] if next_stop - stop_key == CHUNK else 0
+                n_values = strides[7] if stop_key - key == CHUNK else 0
+                next_values = now + TABLE
+                if latent:
+                    next_values, n_values = ahead + TABLE, strides[7] if n_keys != 0 else 0
                 first, last = key - base, stop_key - base
-                if k_pack or v_pack:
-                    unpack_chunk(
-                        key_reader, value_reader, now, first, last, (D_qk, D_vo), latent, packed
-                    )
-                    if k_pack and rope != 0:
-                        for j in range(first, last):
-                            place = packed + j * qk_bytes
-                            rotate(k_source, place, rope + 4 * D_qk * (base + j), D_qk // 2)
-                    if k_pack and key_rope != 0:
-                        finish_keys(k_source, header, head, base, first, last, packed, qk_bytes)
+                unpack_keys(key_reader, now, first, last, (D_qk, D_vo), latent, packed)
+                if k_pack and rope != 0:
+                    for j in range(first, last):
+                        place = packed + j * qk_bytes
+                        rotate(k_source, place, rope + 4 * D_qk * (base + j), D_qk // 2)
+                if k_pack and key_rope != 0:
+                    finish_keys(k_source, header, head, base, first, last, packed, qk_bytes)
                 pad_table(now, first, last)
                 for m in range(M):
                     record = records + STATE_BYTES * m
@@ -482,11 +497,15 @@ def flash_attention(
                             head * group + m % group, head,
                         )  # fmt: skip
                 vectors = q_tile + tile * qk_bytes
-                qk_scores(k_like, M, vectors, qk_bytes, now, records, s, scratch, table_1, n_1)
+                qk_scores(
+                    k_like, M, vectors, qk_bytes, now, records, s, scratch, next_values, n_values
+                )
                 softmax_weights(
                     header, cap, M, group, head, request, row, position, base, s, records, ramp
                 )
-                accumulate_pv(v_like, M, sums, vo_bytes, records, s, now + TABLE, table_2, n_2)
+                if not latent:
+                    unpack_values(value_reader, now + TABLE, first, last, D_vo, packed)
+                accumulate_pv(v_like, M, sums, vo_bytes, records, s, now + TABLE, ahead, n_keys)
                 if multi_split and (stop_key % split == 0 or (stop_key == end and not shared_pass)):
                     merge_split(M, running + tile * vo_bytes, sums, vo_bytes, records)
                 key, stop_key, now, ahead = stop_key, next_stop, ahead, now

@@ -16,32 +16,36 @@ from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.plan_layout import CHUNK
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.simd_memory import read_i32, read_i64, read_word, write_i64
-from nbflow_kernels.kv_cache.cpu_codec import copy_floats, decode_row
+from nbflow_kernels.kv_cache.cpu_codec import copy_float_rows, decode_rows
 from nbflow_kernels.position.cpu import rotate_halves, rotate_head
 
 TABLE = 8 * CHUNK
 """Bytes of the row addresses of a chunk."""
 
 
-def copy_row(source: Any, kind: Any, row: Any, n: Any, target: Any, padded: Any) -> None:
-    """Decode one head vector to float32; the type of the scalar `source` selects the decoder."""
+def copy_rows(
+    source: Any, kind: Any, table: Any, first: Any, last: Any, n: Any, target: Any, padded: Any,
+    stride: Any,
+) -> None:  # fmt: skip
+    """Decode head vectors to float32 (`decode_rows`); the type of `source` selects the decoder."""
     if isinstance(source, np.float32):
-        copy_floats(kind, row, n, 1.0, target, padded)
+        copy_float_rows(kind, table, first, last, n, target, padded, stride)
     elif isinstance(source, np.uint8):
-        decode_row(kind, row, n, 1.0, target, padded)
+        decode_rows(kind, table, first, last, n, target, padded, stride)
 
 
-@overload(copy_row, inline="always", strict=False)
-def _copy_row_overload(source, kind, row, n, target, padded):
+@overload(copy_rows, inline="always", strict=False)
+def _copy_rows_overload(source, kind, table, first, last, n, target, padded, stride):
     if source == types.float32:
-        return lambda source, kind, row, n, target, padded: copy_floats(
-            kind, row, n, 1.0, target, padded
+        return lambda source, kind, table, first, last, n, target, padded, stride: copy_float_rows(
+            kind, table, first, last, n, target, padded, stride
         )
     if source == types.uint8:
-        return lambda source, kind, row, n, target, padded: decode_row(
-            kind, row, n, 1.0, target, padded
+        return lambda source, kind, table, first, last, n, target, padded, stride: decode_rows(
+            kind, table, first, last, n, target, padded, stride
         )
-    return lambda source, kind, row, n, target, padded: None  # rows are read in place
+    # rows are read in place
+    return lambda source, kind, table, first, last, n, target, padded, stride: None
 
 
 def rotate(source: Any, row: Any, cos_sin: Any, half: Any) -> None:
@@ -111,39 +115,42 @@ def row_addresses(pages, page_size, first, last, k, v, strides, table):
 
 
 @jit.device_function
-def unpack_rows(source, kind, table, first, last, n, target, padded):
-    """Decode rows [first, last) to float32 at `target` and redirect the table there."""
+def redirect(table, first, last, target, stride):
+    """Write the addresses of rows `stride` bytes apart to entries [first, last) of a table."""
     for j in range(first, last):
-        place = target + 4 * padded * j
-        copy_row(source, kind, read_word(table, j), n, place, padded)
-        write_i64(table + 8 * j, place)
+        write_i64(table + 8 * j, target + stride * j)
 
 
 @jit.device_function
-def join_latent_rows(source, kind, tables, first, last, n, n_more, target, padded):
-    """Decode latent keys as (ckv, kpe) rows, and redirect both tables there."""
-    for j in range(first, last):
-        place, key, value = target + 4 * padded * j, tables + 8 * j, tables + TABLE + 8 * j
-        copy_row(source, kind, read_i64(key), n, place, n)
-        copy_row(source, kind, read_i64(value), n_more, place + 4 * n, padded - n)
-        write_i64(key, place)
-        write_i64(value, place)
+def unpack_keys(reader, table, first, last, sizes, latent, target):
+    """Decode the keys of a chunk to float32 at `target`, unless they are read in place.
 
-
-@jit.device_function
-def unpack_chunk(key_reader, value_reader, table, first, last, sizes, latent, target):
-    """Decode the keys and values of a chunk that are not read in place."""
-    k_source, _, k_kind, k_pack = key_reader
-    v_source, _, v_kind, v_pack = value_reader
+    A latent key is a row (ckv, kpe), of which the first part is the value.
+    """
+    source, _, kind, pack = reader
+    if not pack:
+        return
     D_qk, D_vo = sizes
-    wide_qk, wide_vo = (D_qk + 15) // 16 * 16, (D_vo + 15) // 16 * 16
-    if k_pack and latent:
-        join_latent_rows(k_source, k_kind, table, first, last, D_vo, D_qk - D_vo, target, wide_qk)
-    elif k_pack:
-        unpack_rows(k_source, k_kind, table, first, last, D_qk, target, wide_qk)
-    if v_pack and not latent:
-        values = target + 4 * CHUNK * wide_qk
-        unpack_rows(v_source, v_kind, table + TABLE, first, last, D_vo, values, wide_vo)
+    padded = (D_qk + 15) // 16 * 16
+    stride = 4 * padded
+    n = D_vo if latent else D_qk
+    copy_rows(source, kind, table, first, last, n, target, n if latent else padded, stride)
+    if latent:
+        values, more, rest = table + TABLE, D_qk - n, padded - n
+        copy_rows(source, kind, values, first, last, more, target + 4 * n, rest, stride)
+        redirect(values, first, last, target, stride)
+    redirect(table, first, last, target, stride)
+
+
+@jit.device_function
+def unpack_values(reader, table, first, last, n, target):
+    """Decode the values of a chunk to float32 at `target`, unless they are read in place."""
+    source, _, kind, pack = reader
+    if not pack:
+        return
+    padded = (n + 15) // 16 * 16
+    copy_rows(source, kind, table, first, last, n, target, padded, 4 * padded)
+    redirect(table, first, last, target, 4 * padded)
 
 
 @jit.device_function

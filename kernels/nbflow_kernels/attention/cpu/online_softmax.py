@@ -47,19 +47,22 @@ def prefetch_row(ahead, j, n_bytes):
 
 
 @jit.device_function
-def qk_4x4(like, q, row_bytes, keys, s, ahead, n_prefetch):
-    """Write the dot products of four query vectors and four keys."""
-    for j in range(4):
-        prefetch_row(ahead, j, n_prefetch)
+def qk_4xn(like, q, row_bytes, keys, n, s, ahead, n_prefetch):
+    """Write the dot products of four query vectors and `n` keys, four keys at a time."""
     size = simd.size_of(like)
-    a = b = register_tiles.zero(2, 4)  # a wider tile would exceed 16 registers
-    k, distance = read_i64(keys), read_i64(keys + 8) - read_i64(keys)
-    for d in range(0, row_bytes, 64):
-        a = register_tiles.step_lanes(a, like, k + (d >> 2) * size, distance, q + d, row_bytes)
-    k, distance = read_i64(keys + 16), read_i64(keys + 24) - read_i64(keys + 16)
-    for d in range(0, row_bytes, 64):
-        b = register_tiles.step_lanes(b, like, k + (d >> 2) * size, distance, q + d, row_bytes)
-    store_quarters(s, SCORE_BYTES, register_tiles.lane_sums(register_tiles.concat_groups(a, b)))
+    for j in range(0, n, 4):
+        for i in range(j, j + 4):
+            prefetch_row(ahead, i, n_prefetch)
+        a = b = register_tiles.zero(2, 4)  # a wider tile would exceed 16 registers
+        k, distance = read_i64(keys), read_i64(keys + 8) - read_i64(keys)
+        for d in range(0, row_bytes, 64):
+            a = register_tiles.step_lanes(a, like, k + (d >> 2) * size, distance, q + d, row_bytes)
+        k, distance = read_i64(keys + 16), read_i64(keys + 24) - read_i64(keys + 16)
+        for d in range(0, row_bytes, 64):
+            b = register_tiles.step_lanes(b, like, k + (d >> 2) * size, distance, q + d, row_bytes)
+        sums = register_tiles.lane_sums(register_tiles.concat_groups(a, b))
+        store_quarters(s + 4 * j, SCORE_BYTES, sums)
+        keys += 32
 
 
 @jit.device_function
@@ -167,19 +170,27 @@ def apply_mask(s, first, last, mask, bits, index):
 
 
 @jit.device_function
-def exp_weights(s, first, last, old_max):
-    """Replace scores by exp(score - row_max); return row_max and the sum of the weights.
+def chunk_max(s, first, last, old_max):
+    """Return the maximum of the scores of a chunk and of `old_max`.
 
-    Only blocks of 16 that [first, last) touches: the others would add exact zeros.
+    Only blocks of 16 that [first, last) touches: the others are not visible.
     """
     begin, end = first // 16 * 64, (last + 15) // 16 * 64
     highest = simd.load_f32(s + begin)
     for i in range(begin + 64, end, 64):
         highest = simd.maximum(highest, simd.load_f32(s + i))
-    row_max = max(old_max, simd.max(highest))
+    return max(old_max, simd.max(highest))
+
+
+@jit.device_function
+def exp_weights(s, first, last, row_max):
+    """Replace the scores of a chunk by exp(score - row_max); return the sum of the weights.
+
+    Only blocks of 16 that [first, last) touches: the others would add exact zeros.
+    """
     row_sum, shift = simd.splat(0.0), simd.splat(row_max)
     zero, one, masked = simd.splat(0.0), simd.splat(1.0), simd.splat(MASKED)
-    for i in range(begin, end, 64):
+    for i in range(first // 16 * 64, (last + 15) // 16 * 64, 64):
         x = simd.load_f32(s + i)
         # 0 for a masked key, else 1
         seen = simd.minimum(simd.sub(x, masked), one)
@@ -187,7 +198,7 @@ def exp_weights(s, first, last, old_max):
         simd.store_f32(s + i, p)
         # simd.max and simd.exp drop NaN; x * 0 restores it in the sum
         row_sum = simd.add(row_sum, simd.fma(x, zero, p))
-    return row_max, simd.sum(row_sum)
+    return simd.sum(row_sum)
 
 
 @jit.device_function

@@ -79,6 +79,11 @@ def splat(x: Any) -> Vector:
     return np.full(LANES, x, np.float32)
 
 
+def splat_f16(addr: Any) -> Vector:
+    """Return one float16 in memory, as float32, in all lanes."""
+    return np.full(LANES, read(addr, np.float16, 1)[0], np.float32)
+
+
 def splat_i32(i: Any) -> Vector:
     """Return the low 32 bits of an integer in all lanes."""
     return np.full(LANES, int(i) & 0xFFFFFFFF, np.uint32).view(np.int32)
