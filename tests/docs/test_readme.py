@@ -96,12 +96,16 @@ def test_cells_say_what_happens(name):
 
 def test_examples_of_formats_run():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/formats.md").read_text(), re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
+    space = {"__name__": "example"}
     try:
         for block in blocks:
-            exec(compile(block, "<formats.md>", "exec"), {"__name__": "example"})
+            exec(compile(block, "<formats.md>", "exec"), space)
+        assert space["y"] == pytest.approx(64)
+        assert space["w"].packed_nbytes > 0
     finally:
         unregister_format("signs_b16")
+        unregister_format("fast_signs_b16")
 
 
 def test_every_link_to_a_file_leads_somewhere():

@@ -158,6 +158,21 @@ def test_dry_run_writes_nothing(sweep_file: Path, capsys: pytest.CaptureFixture[
     assert not (sweep_file.parent / "out").exists()
 
 
+def test_dry_run_names_the_points_whose_partition_is_impossible(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "blocks.toml"
+    file.write_text(
+        '[sweep]\nname = "blocks"\nmeasures = ["decode"]\n'
+        '[settings]\nmodel = "tiny_python"\nranks = "auto"\n'
+        '[axes]\nweights = ["tq1_0", "q4"]\npartition = ["0", "0&1"]\n'
+    )
+    assert run(file, dry_run=True) == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "will fail" in x]
+    assert "partition '0&1': tiny_python" in line
+    assert "whole blocks of 256 columns" in line
+
+
 def run_on_ranks(sweep_file: Path, fake: FakeEngine, size: int) -> list[int]:
     """Run a sweep on threads that behave like MPI ranks."""
     fake.size = size

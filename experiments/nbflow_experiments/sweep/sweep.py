@@ -392,6 +392,10 @@ def _print_points(options: SweepOptions, size: int) -> int:
     estimates = [estimate_bytes(p) for p in points]
     print_points(points, sweep.factors, estimates)
     print(f"{len(points)} points, {sweep.excluded} excluded; measures: {', '.join(sweep.measures)}")
+    for point in points:
+        reason = _refusal(point)
+        if reason:
+            print(f"{point.short} will fail: {reason}")
     largest = max((e["weight_bytes"] + e["kv_bytes"] for e in estimates), default=0)
     print(
         f"largest point: about {largest / 1e6:.1f} MB of weights and key/value cache in all ranks"
@@ -408,6 +412,18 @@ def _print_points(options: SweepOptions, size: int) -> int:
         print(f"logits of the reference: about {size_bytes / 1e6:.1f} MB on disk")
     print(options.out.absolute() / sweep.name)
     return 0
+
+
+def _refusal(point: Point) -> str:
+    """Return why a point's model cannot be cut into its partition, empty if it can."""
+    partition = str(point.config["partition"])
+    if partition == backend.AUTO:
+        return ""
+    try:
+        backend.plan_memory(point.config, partition)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 _EVALUATION = ("eval_tokens", "eval_window", "eval_context", "seed")
