@@ -39,8 +39,8 @@ RUNS: tuple[Run, ...] = (
     ("1.1b", "q4_0", "--activations int8 -p 0 -n 32 -d 1024,3500", True),
     ("1.1b", "q4_0", "--activations int8 -p 0 -n 16 -b 8,32", True),
     ("3.4b-moe", "q4_0", "--activations int8 -p 512 -n 32", True),
-    ("1.4b-hybrid", "q4_0", "--activations int8 -p 512 -n 32", True),
-    ("1.4b-hybrid", "q4_0", "--activations int8 --state q8_0 -p 512 -n 32", False),
+    ("1.4b-hybrid", "q4_0", "--activations int8 --threads 1 -p 128 -n 16", True),
+    ("1.4b-hybrid", "q4_0", "--activations int8 --state q8_0 --threads 1 -p 128 -n 16", False),
     *(
         ("1.1b", "f16", f"--activations int8 -p 512 -n 32 --weights {f}", False)
         for f in (

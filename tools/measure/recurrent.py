@@ -1,0 +1,67 @@
+#!/usr/bin/env python3
+"""Time the gated delta rule: prompts in chunks and steps, decode by format of the state.
+
+    python tools/measure/recurrent.py results/recurrent/MACHINE.jsonl [--threads 1]
+
+One layer of Qwen3-Next.  The calls run in turn; a row has the medians of their wall time and of the
+thread's CPU time (of one thread only), the bytes that the call must read and write, and the rate at
+which one thread read memory in the same turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from published_rows import append, conditions
+
+import nbflow_kernels as nk
+from nbflow_kernels.cpu.parallel_for import set_num_threads
+from nbflow_kernels.op_registry import all_cases
+from nbflow_kernels.testing import checks
+
+CASES = ("prefill", "prefill_steps", "decode_8", "decode_8_half", "decode_8_q8_0")
+READ_FLOATS = 1 << 25
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=15)
+    arguments = parser.parse_args()
+    set_num_threads(arguments.threads)
+    facts = conditions()
+    known = {case.id: case for case in all_cases()}
+    cases = [known[f"gated_delta_rule-qwen3_next_{name}"] for name in CASES]
+    inputs = [checks.make_inputs(case) for case in cases]
+    floats, taken, rates = np.ones(READ_FLOATS, np.float32), [[] for _ in cases], []
+    for case, given in zip(cases, inputs, strict=True):
+        getattr(nk, case.op)(**given)  # compiles
+    for _ in range(arguments.repeats):
+        for case, given, times in zip(cases, inputs, taken, strict=True):
+            wall, cpu = time.perf_counter(), time.thread_time()
+            getattr(nk, case.op)(**given)
+            times.append((time.perf_counter() - wall, time.thread_time() - cpu))
+        start = time.perf_counter()
+        floats.max()
+        rates.append(floats.nbytes / (time.perf_counter() - start))
+    rows: list[dict[str, Any]] = []
+    for name, case, times in zip(CASES, cases, taken, strict=True):
+        wall, cpu = (statistics.median(t[i] for t in times) for i in range(2))
+        rows.append({
+            "case": name, "threads": arguments.threads, "wall_ms": 1e3 * wall, "cpu_ms": 1e3 * cpu,
+            "n_bytes": case.n_bytes, "read_gb_per_s": statistics.median(rates) / 1e9,
+        })  # fmt: skip
+        print(rows[-1], flush=True)
+    steps = {row["case"]: row["cpu_ms"] for row in rows}
+    rows.append({"case": "ratio", "steps_by_chunks": steps["prefill_steps"] / steps["prefill"]})
+    append(arguments.out, facts, rows)
+
+
+if __name__ == "__main__":
+    main()
