@@ -111,7 +111,7 @@ def _planes(codes: NDArray[np.uint8], bits: int) -> list[NDArray[np.uint8]]:
     """Return the code bytes: fields of 4 or 2 bits, then a plane of high bits for 3."""
     if bits != 3:
         return [_pack(codes, bits)]
-    return [_pack(codes & 3, 2), _pack(codes >> 2, 1)]
+    return [_pack(codes & np.uint8(3), 2), _pack(codes >> np.uint8(2), 1)]
 
 
 def _pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
@@ -119,7 +119,8 @@ def _pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     per_byte = 8 // bits
     fields = codes.reshape(len(codes), -1, per_byte).astype(np.uint16)
     shifts = bits * np.arange(per_byte, dtype=np.uint16)
-    return (fields << shifts).sum(axis=-1).astype(np.uint8)
+    packed: NDArray[np.uint8] = (fields << shifts).sum(axis=-1).astype(np.uint8)
+    return packed
 
 
 def _fields(data: NDArray[np.uint8], bits: int) -> NDArray[np.int64]:
