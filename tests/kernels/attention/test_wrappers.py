@@ -200,6 +200,11 @@ def test_lengths_in_tokens() -> None:
         ({"q_data_type": "float16"}, TypeError, "q was planned as float16, got an array of float3"),
         ({"kv_data_type": np.float32}, TypeError, "paged_kv_cache was planned as float32, got"),
         ({"data_type": "float16"}, TypeError, "q was planned as float16, got an array of float3"),
+        (
+            {"data_type": "float32", "q_data_type": "float32"},
+            TypeError,
+            "paged_kv_cache was planned as float32, got",
+        ),
         ({"kv_format": "q8_0"}, TypeError, "in format q8_0 must have dtype uint8, got float16"),
         ({"head_dim_vo": 32}, UsageError, "paged_kv_cache"),
     ],
@@ -216,8 +221,9 @@ def test_arrays_that_do_not_fit_the_plan(
 
 def test_unknown_keywords_are_python_type_errors() -> None:
     paged, q = decode()
-    with pytest.raises(UsageError, match="data_type is q_data_type and kv_data_type in one"):
-        plan_decode(BatchDecodeWithPagedKVCacheWrapper(), paged, data_type="f2", q_data_type="f2")
+    both = {"q_data_type": "float32", "kv_data_type": "float16"}
+    with pytest.raises(UsageError, match="data_type goes without q_data_type and kv_data_type, or"):
+        plan_decode(BatchDecodeWithPagedKVCacheWrapper(), paged, data_type="float16", **both)
     with pytest.raises(TypeError, match="unexpected keyword argument 'jit_args'"):
         BatchDecodeWithPagedKVCacheWrapper(jit_args=[])  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'block_tables'"):
