@@ -130,6 +130,7 @@ IN_PLACE: dict[str, tuple[str, ...]] = {
     "apply_attention_temperature_inplace": ("query",),
     "append_paged_kv_cache": ("paged_kv_cache",),
     "append_paged_mla_kv_cache": ("ckv_cache", "kpe_cache"),
+    "get_batch_indices_positions": ("batch_indices", "positions"),
     "merge_state_in_place": ("v", "s"),
     "causal_conv1d": ("state",),
     "gated_delta_rule": ("state",),

@@ -90,6 +90,16 @@ def test_latent_attention(name: str, joined: bool, put: Put) -> None:
     check(wrapper.run(*q, ckv, kpe, return_lse=True), lens, 2)
 
 
+def test_places_are_written_to_given_arrays(put: Put) -> None:
+    indptr, lens = np.array([0, 1, 3], np.int32), np.array([4, 2], np.int32)
+    given = put(np.full(3, 9, np.int32)), put(np.full(3, 9, np.int32))
+    found = nk.get_batch_indices_positions(put(indptr), put(lens), 3, *given)
+    assert found[0] is given[0]
+    wanted = nk.get_batch_indices_positions(indptr, lens, 3)
+    for one, other in zip(given, wanted, strict=True):
+        np.testing.assert_array_equal(one.get() if hasattr(one, "get") else one, other)
+
+
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("kv_format", [None, "q8_0"])
 def test_appending_and_gathering(name: str, kv_format: str | None, put: Put) -> None:

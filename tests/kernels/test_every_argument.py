@@ -137,6 +137,7 @@ VALUES: dict[str, Any] = {
     "q_data_type": "float16",
     "kv_data_type": "float16",
     "o_data_type": np.float16,
+    "data_type": "float16",
     "o_dtype": np.float16,
     "non_blocking": False,
     "fixed_split_size": 3,
@@ -164,6 +165,7 @@ NATURAL = {"lse_base", "return_lse_base_on_e"}
 """Arguments about the LSE, which must be returned to see their effect."""
 REASONS = {
     "q_data_type": "was planned as float16", "kv_data_type": "was planned as float16",
+    "data_type": "was planned as float16",
     "kv_layout": "must have shape|must be a multiple of num_kv_heads",
     "head_dim_vo": "must have shape|head_dim_vo", "q_len_per_req": "q must have shape",
     "kv_format": "q8_0 must have", "use_cuda_graph": "buf",

@@ -8,6 +8,9 @@ that Numba emits, per 512 weights (16 rows x 32 columns); the bytes of weights p
 thread multiplies from its second-level cache, the kernel's bound where memory is faster; and the
 share of the read bandwidth that two threads reach with a matrix of 512 MB, median of pairs: each
 product between two passes that read the same bytes.  Needs a quiet machine, for about a minute.
+
+With --f32 it appends the speed of the float32 GEMV in the cache alone, of all formats in turn: the
+least of many repetitions, which other processes disturb little.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import argparse
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from nbflow_kernels.benchmarks.roofline import ReadProbe
 from nbflow_kernels.cpu import huge_pages, jit
 from nbflow_kernels.cpu.parallel_for import parallel_for, set_num_threads
 from nbflow_kernels.formats.layout_cpu import CpuPacked
-from nbflow_kernels.quantized_matmul import cpu, cpu_gemv_int8
+from nbflow_kernels.quantized_matmul import cpu, cpu_gemv_f32, cpu_gemv_int8
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows, quantize_activations
 from nbflow_kernels.quantizers import quantize
 
@@ -46,8 +49,12 @@ def main() -> None:
     parser.add_argument("formats", nargs="*", default=FORMATS)
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--f32", action="store_true", help="float32 GEMV in the cache")
     arguments = parser.parse_args()
     facts = conditions()
+    if arguments.f32:
+        append(arguments.out / "rows.jsonl", facts, measure_f32(arguments.formats))
+        return
     for name in arguments.formats:
         row = measure(name, arguments.megabytes << 20, arguments.repeats)
         print(row, flush=True)
@@ -81,6 +88,36 @@ def measure(name: str, n_bytes: int, repeats: int) -> dict[str, Any]:
         "share_of_read": round(statistics.median(shares), 4),
         "shares": [round(share, 4) for share in shares],
     }
+
+
+def measure_f32(names: Sequence[str], repeats: int = 400) -> list[dict[str, Any]]:
+    """Return a row for each format, 512 rows of weights in the second-level cache."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, COLUMNS), dtype=np.float32)
+    w = rng.standard_normal((512, COLUMNS), dtype=np.float32)
+    out, bias = np.empty((1, len(w)), np.float32), np.zeros(0, np.float32)
+    products: dict[str, Any] = {
+        name: quantize(w, name, quantizer="reference").packed() for name in names
+    }
+    seconds = dict.fromkeys(names, float("inf"))
+    set_num_threads(1)
+    for _ in range(repeats):
+        for name, packed in products.items():
+            kernel = cpu_gemv_f32.gemv(packed.form)
+            started = time.perf_counter()
+            parallel_for(
+                kernel, packed.n_groups, 1e12, x, packed.data, packed.n_blocks, bias, False, out
+            )
+            seconds[name] = min(seconds[name], time.perf_counter() - started)
+    return [
+        {
+            "weights": name,
+            "activations": "f32",
+            "packed_bits_per_weight": round(packed.bits_per_weight, 4),
+            "cached_gweights_per_s_of_a_thread": round(w.size / seconds[name] / 1e9, 2),
+        }
+        for name, packed in products.items()
+    ]
 
 
 def _repeated(some: CpuPacked, n_bytes: int) -> CpuPacked:

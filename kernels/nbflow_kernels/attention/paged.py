@@ -321,6 +321,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         q_data_type: Any = None,
         kv_data_type: Any = None,
         o_data_type: Any = None,
+        data_type: Any = None,
         *,
         sm_scale: float | None = None,
         rope_scale: float | None = None,
@@ -348,6 +349,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
             values, `head_dim` by default.
         q_len_per_req : int
             Query rows of each request, with a causal mask among them.
+        data_type : dtype or str, optional
+            The one of `q_data_type` and `kv_data_type` that is not given, or both.
         pos_encoding_mode, window_left, logits_soft_cap, q_data_type, kv_data_type, o_data_type
         sm_scale, rope_scale, rope_theta, non_blocking, fixed_split_size, disable_split_kv
         disable_page_sharing, kv_format, variant, attention_chunk, key_cos_sin, key_interleave
@@ -358,6 +361,13 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         AttentionPlan
             The plan, also kept as `current`.
         """
+        if data_type is not None:
+            if q_data_type is not None and kv_data_type is not None:
+                raise UsageError(
+                    "data_type goes without q_data_type and kv_data_type, or with one of them"
+                )
+            q_data_type = data_type if q_data_type is None else q_data_type
+            kv_data_type = data_type if kv_data_type is None else kv_data_type
         if q_len_per_req < 1:
             raise UsageError(f"q_len_per_req must be positive, got {q_len_per_req}")
         rows = np.arange(max(len(indptr), 1), dtype=np.int32) * np.int32(q_len_per_req)

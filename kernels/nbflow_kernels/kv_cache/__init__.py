@@ -26,6 +26,7 @@ from nbflow_kernels.arrays import (
     check_indptr,
     check_range,
     check_together,
+    check_writable,
     empty,
     is_cuda,
     on_device,
@@ -331,7 +332,13 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     return on_device(np.asarray(lens), kv_indptr) if is_cuda(kv_indptr) else lens
 
 
-def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> tuple[Any, Any]:
+def get_batch_indices_positions(
+    append_indptr: Any,
+    seq_lens: Any,
+    nnz: int,
+    batch_indices: Any = None,
+    positions: Any = None,
+) -> tuple[Any, Any]:
     """Return the request and the position of every appended row.
 
     Parameters
@@ -342,11 +349,13 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
         Length of each sequence including the new rows; see `get_seq_lens`.
     nnz : int
         Number of new rows, ``append_indptr[-1]``.
+    batch_indices, positions : arrays of int32, shape (nnz,), optional
+        Destination of the results.
 
     Returns
     -------
     batch_indices, positions : arrays of int32, shape (nnz,)
-        The new rows of a request take its last positions.
+        The arrays given, or new ones.  The new rows of a request take its last positions.
 
     Raises
     ------
@@ -373,12 +382,20 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
             f"seq_lens of request {request} must count its {counts[request]} new rows too, "
             f"got {seq_lens[request]}"
         )
-    batch_indices = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    start = (seq_lens - append_indptr[1:])[batch_indices]  # position minus row number
-    positions = start + np.arange(nnz, dtype=np.int32)
-    if is_cuda(given):
-        return on_device(batch_indices, given), on_device(positions, given)
-    return batch_indices, positions
+    requests = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    start = (seq_lens - append_indptr[1:])[requests]  # position minus row number
+    found = {"batch_indices": requests, "positions": start + np.arange(nnz, dtype=np.int32)}
+    wanted = {"batch_indices": batch_indices, "positions": positions}
+    check_together(append_indptr=given, **wanted)
+    for name, out in wanted.items():
+        if is_cuda(given):
+            found[name] = on_device(found[name], given)
+        if out is not None:
+            check_array(name, out, (nnz,), np.int32)
+            check_writable(name, out)
+            out[...] = found[name]
+            found[name] = out
+    return found["batch_indices"], found["positions"]
 
 
 def _check_gathered(

@@ -175,7 +175,11 @@ def get_seq_lens(kv_indptr: np.ndarray, kv_last_page_len: np.ndarray, page_size:
 
 
 def get_batch_indices_positions(
-    append_indptr: np.ndarray, seq_lens: np.ndarray, nnz: int
+    append_indptr: np.ndarray,
+    seq_lens: np.ndarray,
+    nnz: int,
+    batch_indices: np.ndarray | None = None,
+    positions: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """See `nbflow_kernels.get_batch_indices_positions`."""
     pairs = [
@@ -184,4 +188,7 @@ def get_batch_indices_positions(
         for i in range(n)
     ]
     table = np.array(pairs, np.int32).reshape(nnz, 2)
+    for out, column in ((batch_indices, table[:, 0]), (positions, table[:, 1])):
+        if out is not None:
+            out[...] = column
     return table[:, 0], table[:, 1]

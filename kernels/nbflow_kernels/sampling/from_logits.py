@@ -186,8 +186,8 @@ def top_k(
     deterministic : bool
         Results are deterministic, with False as well.
     tie_break : {0, 1, 2}
-        The lowest index (0, 1) or the highest (2, in host memory only) wins among equals, and
-        comes first among them if sorted.
+        The lowest index (0, 1) or the highest (2, in host memory only) wins among equals.  Those
+        that are selected come in the order of their indices.
 
     Returns
     -------
@@ -238,10 +238,13 @@ def _top_k_from_the_end(x: Any, in_order: bool, values: Any, indices: Any) -> tu
             "tie_break=2 is for arrays in host memory; on a CUDA device take 0 or 1, or "
             "top_k_ragged_transform, which has all three"
         )
-    cpu.top_k(np.ascontiguousarray(x[:, ::-1]), values.shape[1], in_order, values, indices)
+    cpu.top_k(np.ascontiguousarray(x[:, ::-1]), values.shape[1], False, values, indices)
     check_valid("input", indices[:, 0], "must not have a NaN")
-    found = x.shape[1] - 1 - indices
-    return (values, found) if in_order else (values[:, ::-1].copy(), found[:, ::-1].copy())
+    values, indices = values[:, ::-1].copy(), x.shape[1] - 1 - indices[:, ::-1]
+    if not in_order:
+        return values, indices
+    order = np.argsort(-values, axis=1, kind="stable")
+    return np.take_along_axis(values, order, 1), np.take_along_axis(indices, order, 1)
 
 
 def top_k_mask_logits(logits: Any, top_k: Any, *, out: Any = None) -> Any:

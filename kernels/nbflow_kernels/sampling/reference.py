@@ -187,8 +187,10 @@ def top_k(
         order = input.shape[1] - 1 - np.argsort(-input[:, ::-1], axis=1, kind="stable")[:, :k]
     else:
         order = np.argsort(-input, axis=1, kind="stable")[:, :k]
-    if not sorted:
-        order = np.sort(order, axis=1)
+    order = np.sort(order, axis=1)
+    if sorted:
+        by_value = np.argsort(-np.take_along_axis(input, order, 1), axis=1, kind="stable")
+        order = np.take_along_axis(order, by_value, axis=1)
     return np.take_along_axis(input, order, axis=1), order.astype(np.int32)
 
 

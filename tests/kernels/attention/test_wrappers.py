@@ -48,7 +48,7 @@ FLASHINFER = {
     "paged_kv_last_page_len_buffer backend",
     BatchDecodeWithPagedKVCacheWrapper.plan: "self indptr indices last_page_len num_qo_heads "
     "num_kv_heads head_dim page_size pos_encoding_mode window_left logits_soft_cap q_data_type "
-    "kv_data_type o_data_type",
+    "kv_data_type o_data_type data_type",
     BatchPrefillWithPagedKVCacheWrapper: "float_workspace_buffer kv_layout use_cuda_graph "
     "qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf paged_kv_last_page_len_buf",
     BatchPrefillWithPagedKVCacheWrapper.plan: "self qo_indptr paged_kv_indptr paged_kv_indices "
@@ -199,6 +199,12 @@ def test_lengths_in_tokens() -> None:
     [
         ({"q_data_type": "float16"}, TypeError, "q was planned as float16, got an array of float3"),
         ({"kv_data_type": np.float32}, TypeError, "paged_kv_cache was planned as float32, got"),
+        ({"data_type": "float16"}, TypeError, "q was planned as float16, got an array of float3"),
+        (
+            {"data_type": "float32", "q_data_type": "float32"},
+            TypeError,
+            "paged_kv_cache was planned as float32, got",
+        ),
         ({"kv_format": "q8_0"}, TypeError, "in format q8_0 must have dtype uint8, got float16"),
         ({"head_dim_vo": 32}, UsageError, "paged_kv_cache"),
     ],
@@ -215,6 +221,9 @@ def test_arrays_that_do_not_fit_the_plan(
 
 def test_unknown_keywords_are_python_type_errors() -> None:
     paged, q = decode()
+    both = {"q_data_type": "float32", "kv_data_type": "float16"}
+    with pytest.raises(UsageError, match="data_type goes without q_data_type and kv_data_type, or"):
+        plan_decode(BatchDecodeWithPagedKVCacheWrapper(), paged, data_type="float16", **both)
     with pytest.raises(TypeError, match="unexpected keyword argument 'jit_args'"):
         BatchDecodeWithPagedKVCacheWrapper(jit_args=[])  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'block_tables'"):

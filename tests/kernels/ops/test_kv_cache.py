@@ -208,6 +208,8 @@ def test_wrong_arguments_are_named(
 def test_lengths_and_positions_are_checked() -> None:
     with pytest.raises(UsageError, match="append_indptr must end at nnz, 5, got 3"):
         get_batch_indices_positions(ints(0, 1, 3), ints(9, 9), 5)
+    with pytest.raises(UsageError, match=r"positions must have shape .*3.* got .*2"):
+        get_batch_indices_positions(ints(0, 1, 3), ints(9, 9), 3, None, ints(0, 0))
     with pytest.raises(UsageError, match="seq_lens of request 1 must count its 2 new rows too"):
         get_batch_indices_positions(ints(0, 1, 3), ints(9, 1), 3)
     with pytest.raises(UsageError, match="append_indptr must start at 0"):
@@ -222,6 +224,12 @@ def test_positions_fit_the_lengths_of_the_table() -> None:
     lens = get_seq_lens(ints(0, 1, 3), ints(4, 2), 4)
     assert lens.tolist() == [4, 6]
     rows, positions = get_batch_indices_positions(ints(0, 1, 4), lens, 4)
+    given = ints(9, 9, 9, 9), ints(9, 9, 9, 9)
+    found = get_batch_indices_positions(ints(0, 1, 4), lens, 4, *given)
+    assert found[0] is given[0]
+    assert found[1] is given[1]
+    assert (given[0] == rows).all()
+    assert (given[1] == positions).all()
     assert rows.tolist() == [0, 1, 1, 1]
     assert positions.tolist() == [3, 3, 4, 5]
     assert rows.dtype == positions.dtype == np.int32
