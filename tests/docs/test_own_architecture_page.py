@@ -12,6 +12,7 @@ import pytest
 from mpirun import PYTHONPATH
 
 from nbflow.cli.commands import spec as spec_command
+from nbflow.spec import resolve
 from nbflow.spec.family import FAMILIES, FAMILY_KEYS, ConfigRule
 from nbflow.spec.tensor_names import TENSOR_NAMES
 from nbflow_kernels.errors import UsageError
@@ -40,6 +41,18 @@ def test_the_example_runs(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "the same\n"
+
+
+def test_twenty_lines_are_internlm_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first file of the page reads the checkpoint that the package's own family reads."""
+    text = block("TOML")
+    assert len(text.split("\n\n")[-1].splitlines()) <= 24
+    (tmp_path / "my.toml").write_text(text)
+    folder = ROOT / "tests" / "golden" / "families" / "internlm2"
+    found = resolve(folder, spec=tmp_path / "my.toml").spec
+    own = resolve(folder).spec
+    assert found.tensor_shapes() == own.tensor_shapes()
+    assert all(found.tensor_layout(n) == own.tensor_layout(n) for n in own.tensor_shapes())
 
 
 def test_schemas_and_table_are_current() -> None:

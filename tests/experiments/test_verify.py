@@ -139,9 +139,31 @@ def test_a_large_configuration_becomes_small() -> None:
     assert small == config | {
         "hidden_size": 128, "num_hidden_layers": 4, "head_dim": 16, "num_attention_heads": 8,
         "num_key_value_heads": 2, "intermediate_size": 96, "moe_intermediate_size": 48,
-        "num_experts": 16, "vocab_size": 160, "eos_token_id": None,
+        "num_experts": 16, "vocab_size": 160, "eos_token_id": 151645 % 160,
         "layer_types": ["full_attention"] * 4,
     }  # fmt: skip
+
+
+def test_a_small_configuration_keeps_layers_that_share_keys_and_values() -> None:
+    config = {
+        "model_type": "gemma3n_text", "hidden_size": 2048, "num_hidden_layers": 30, "head_dim": 256,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "num_kv_shared_layers": 10,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 6,
+        "eos_token_id": [1, 106],
+    }  # fmt: skip
+    small = shrink(config, families()["gemma3n"])
+    assert (small["num_hidden_layers"], small["num_kv_shared_layers"]) == (4, 2)
+    assert small["layer_types"] == ["sliding_attention", "full_attention"] * 2
+    assert small["eos_token_id"] == [1, 106]
+
+
+def test_heads_of_latent_attention_stay_as_many_as_keys() -> None:
+    config = {
+        "model_type": "deepseek_v3", "num_attention_heads": 128, "num_key_value_heads": 128,
+        "hidden_size": 7168,
+    }  # fmt: skip
+    small = shrink(config, families()["deepseek_v3"])
+    assert small["num_attention_heads"] == small["num_key_value_heads"] < 128
 
 
 @pytest.mark.parametrize("name", ["qwen3", "olmo2", "gemma2", "gpt2", "qwen3_moe", "phi"])

@@ -58,13 +58,41 @@ def shrink(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         wanted = -(-max(EXPERTS, 2 * per_token) // groups) * groups
         _lower(small, family, "n_experts", wanted)
     n_layers = _value(small, family, "n_layers")
+    is_shared = bool(n_layers and sizes.get("kv_shared_layers"))
+    if is_shared:
+        _set(small, family, "kv_shared_layers", n_layers // 2)
     for table in _tables(small, family):
         for key, value in table.items():
             if isinstance(value, list) and n_layers and len(value) == sizes.get("n_layers"):
-                table[key] = value[:n_layers]  # one entry per layer
-            elif key.endswith("_token_id") and isinstance(value, int | list):
-                table[key] = None  # beyond the small vocabulary
+                table[key] = _first(value, n_layers, is_shared)  # one entry per layer
+            elif key.endswith("_token_id"):
+                table[key] = _known_ids(value)
+            elif key == "num_key_value_heads" and value == heads and _reads_no(family, key):
+                table[key] = _value(small, family, "n_heads")  # of latent attention
     return small
+
+
+def _known_ids(value: Any) -> Any:
+    """Return token ids within the small vocabulary; configurations may need some."""
+    if isinstance(value, list):
+        return [_known_ids(item) for item in value]
+    return value % VOCABULARY if type(value) is int else value
+
+
+def _reads_no(family: Family, key: str) -> bool:
+    """Return whether no rule of a family reads a key."""
+    return all(key not in rule.keys for rules in family.config.values() for rule in rules)
+
+
+def _first(each: list[Any], n: int, is_shared: bool) -> list[Any]:
+    """Return the entries of the first n layers.
+
+    Where the second half uses the keys and values of the first, both have two kinds of layers.
+    """
+    kinds = list(dict.fromkeys(each)) if all(isinstance(item, str) for item in each) else []
+    if not is_shared or len(kinds) < 2:
+        return each[:n]
+    return [kinds[i % 2] for i in range(n)]
 
 
 def _tables(config: dict[str, Any], family: Family) -> list[dict[str, Any]]:

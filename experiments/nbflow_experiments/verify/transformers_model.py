@@ -88,10 +88,12 @@ def _randomize(torch: Any, model: Any) -> None:
             elif parameter.ndim < 2:
                 parameter.add_(0.2 * noise)
             else:
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+                parameter.copy_(noise * max(parameter.shape[-1], 1) ** -0.5)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.add_(0.2 * torch.randn_like(buffer))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(1.0 + 0.2 * torch.randn_like(buffer))
 
 
 def _run(torch: Any, transformers: Any, model: Any, ids: np.ndarray) -> Recording:
