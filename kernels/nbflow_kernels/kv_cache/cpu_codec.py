@@ -177,9 +177,7 @@ def decode_rows(kind, table, first, last, n, target, padded, stride):
 def copy_float_rows(kind, table, first, last, n, target, padded, stride):
     """Convert the float rows at the addresses [first, last) of a table, `stride` bytes apart."""
     for j in range(first, last):
-        copy_floats(
-            kind, read_i64(table + 8 * j), n, np.float32(1), target + stride * j, padded
-        )
+        copy_floats(kind, read_i64(table + 8 * j), n, np.float32(1), target + stride * j, padded)
 
 
 @jit.device_function
