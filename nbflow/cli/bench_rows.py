@@ -16,6 +16,8 @@ import nbflow
 from nbflow.benchmark.timing import Test, Timed, make_requests, time_test
 from nbflow.cli.options import is_printing_rank
 from nbflow.engine.llm import BATCH_MULTI_STEP_S
+from nbflow.program import build
+from nbflow.program.cost import StepShape, op_cost
 from nbflow.utils.system import processor_name
 from nbflow.utils.tables import text_table
 
@@ -91,12 +93,27 @@ def make_row(
         "weight_bytes": sum(m["weight_bytes"] for m in memory),
         "kv_bytes": sum(m["kv_bytes"] for m in held),
         "matrix_bytes_per_step": sum(m["matrix_bytes"] for m in memory),
+        "cache_bytes_per_step": cache_bytes_per_step(model, test, arguments.kv),
         "devices": [f"{d['device']}: {d['hardware']}" for d in devices],
         "vram_bytes": vram_bytes(held, devices),
         "processor": processor_name(),
         "python": platform.python_version(),
     }
     return row | _limit(row, test, taken) | _peer(test, taken)
+
+
+def cache_bytes_per_step(model: nbflow.LLM, test: Test, kv: str) -> int:
+    """Return the bytes of keys, values and states that a decode step reads and writes.
+
+    Of all sequences, at the mean length of the generation, by the cost model of the program.
+    """
+    shape = StepShape(test.batch, 1, test.context - test.n_gen // 2, test.batch)
+    program = build(model.spec)
+    return round(sum(op_cost(program, op, shape, _no_bits, kv).kv_bytes for op in program.ops))
+
+
+def _no_bits(name: str) -> float:
+    return 0.0
 
 
 def vram_bytes(ranks: list[dict[str, int]], devices: list[dict[str, str]]) -> int | None:
@@ -121,7 +138,8 @@ def _limit(row: dict[str, Any], test: Test, taken: Samples) -> dict[str, Any]:
     bandwidth = statistics.median(taken.bandwidths) if taken.bandwidths else None
     rate = share = None
     if test.n_gen and not test.n_prompt:
-        rates = [row["matrix_bytes_per_step"] * test.n_gen / s for s in taken.seconds]
+        each = row["matrix_bytes_per_step"] + row["cache_bytes_per_step"]
+        rates = [each * test.n_gen / s for s in taken.seconds]
         rate = statistics.median(rates)
         if len(taken.bandwidths) == len(rates):
             share = statistics.median(map(truediv, rates, taken.bandwidths))

@@ -146,11 +146,14 @@ def test_bench_rows(capsys):
     assert all(len(r["samples_s"]) == 2 and r["tokens_per_s"] > 0 for r in rows)
     assert rows[0]["weight_bytes"] > rows[-1]["weight_bytes"]
     generation = rows[1]
-    # one step reads the matrices once: bytes per second is bytes per step times steps per second
+    # a step reads matrices and cache once: bytes per second are bytes times steps per second
     steps_per_s = np.median([4 / seconds for seconds in generation["samples_s"]])
     assert generation["read_bytes_per_s"] == pytest.approx(
-        generation["matrix_bytes_per_step"] * steps_per_s, rel=1e-9
+        (generation["matrix_bytes_per_step"] + generation["cache_bytes_per_step"]) * steps_per_s,
+        rel=1e-9,
     )
+    # 4 layers of keys and values of 128 float16: those of 3 tokens are read, those of one written
+    assert generation["cache_bytes_per_step"] == 4 * 2 * 128 * 2 * (3 + 1)
 
 
 def test_bench_without_a_prompt_length_takes_what_the_context_holds(capsys):
