@@ -64,7 +64,7 @@ def test_a_section_that_hangs_or_dies_costs_that_section(tmp_path: Path) -> None
     assert [line["event"] for line in lines] == 6 * ["begin", "row", "end"]
     text = summary.text(journal, _sections(*names, "never"))
     assert "dies               died" in text
-    assert "never              no time" in text
+    assert "never              not run" in text
 
 
 def test_what_was_finished_is_not_repeated(tmp_path: Path) -> None:
