@@ -52,27 +52,22 @@ def gpu_tests(context: Context) -> None:
         raise Skipped(f"{TESTS} does not exist: run from a source checkout")
     context.cupy()
     files = sorted(TESTS.glob("test_*.py"), key=lambda f: (_place(f.name), f.name))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-v",
-        "-m",
-        "gpu",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-    ]
-    if importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(min(8, os.cpu_count() or 1))]
-    command += [str(file) for file in files]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        cwd=TESTS.parents[1],
+        [*pytest_command(), *map(str, files)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", cwd=TESTS.parents[1],
     )  # fmt: skip
     assert process.stdout is not None
     counts = watch_tests(context, process.stdout)
     context.emit({"tests": dict(counts), "exit_code": process.wait(), "complete": True})
+
+
+def pytest_command() -> list[str]:
+    """Return the command that runs GPU tests of files, of those that can be imported."""
+    words = "-m pytest -v -m gpu --tb=short -p no:cacheprovider --continue-on-collection-errors"
+    command = [sys.executable, *words.split()]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(min(8, os.cpu_count() or 1))]
+    return command
 
 
 def watch_tests(context: Context, lines: Iterable[str]) -> Counter[str]:

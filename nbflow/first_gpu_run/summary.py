@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from nbflow.first_gpu_run.journal import NO_TIME, Journal
+from nbflow.first_gpu_run.journal import Journal
 from nbflow.first_gpu_run.sections import Section
 
 _SHOWN = 160  # characters of an error
@@ -17,7 +17,7 @@ def text(journal: Journal, sections: Sequence[Section]) -> str:
     lines = []
     for section in sections:
         rows = journal.sections.get(section.name, [])
-        end = journal.ends.get(section.name, {"status": NO_TIME})
+        end = journal.ends.get(section.name, {"status": "not run"})
         status = f"{section.name:<18} {end['status']:<8} {end.get('seconds', 0):6.0f} s"
         if end.get("reason"):
             status += f"  {str(end['reason'])[:_SHOWN]}"

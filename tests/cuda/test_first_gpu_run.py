@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 
@@ -63,7 +64,7 @@ def test_a_section_that_hangs_or_dies_costs_that_section(tmp_path: Path) -> None
     assert [line["event"] for line in lines] == 6 * ["begin", "row", "end"]
     text = summary.text(journal, _sections(*names, "never"))
     assert "dies               died" in text
-    assert "never              no time" in text
+    assert "never              not run" in text
 
 
 def test_what_was_finished_is_not_repeated(tmp_path: Path) -> None:
@@ -103,6 +104,21 @@ def test_the_output_of_pytest_becomes_results(capsys: pytest.CaptureFixture[str]
     assert "something else" in capsys.readouterr().out
 
 
+def test_files_that_cannot_be_imported_do_not_keep_the_others_from_running(tmp_path: Path) -> None:
+    """As on a machine that lacks a package which one of the tests needs."""
+    (tmp_path / "test_lacks.py").write_text("import no_such_package\n")
+    (tmp_path / "test_runs.py").write_text(
+        "import pytest\n@pytest.mark.gpu\ndef test_it() -> None:\n    pass\n"
+    )
+    command = [*checks.pytest_command(), "-p", "no:xdist", str(tmp_path)]
+    command = [word for word in command if word not in ("-n", str(min(8, os.cpu_count() or 1)))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    rows: list[dict[str, Any]] = []
+    counts = checks.watch_tests(Context(False, 1.0, Path(), rows.append), done.stdout.splitlines())
+    assert counts["passed"] == 1
+    assert any("test_lacks.py" in row.get("why", "") for row in rows)
+
+
 def test_the_output_of_the_sanitizer_is_judged() -> None:
     assert checks.judge(0, "========= ERROR SUMMARY: 0 errors\n") == {"errors": 0}
     found = checks.judge(1, "========= ERROR SUMMARY: 12 errors\n")
@@ -114,6 +130,12 @@ def test_the_output_of_the_sanitizer_is_judged() -> None:
     )
 
 
+@pytest.fixture
+def gguf() -> Any:
+    """Return the package, which a bare machine with a GPU lacks."""
+    return pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+
 def test_names_of_cases_exist() -> None:
     known = {case.id for case in all_cases()}
     assert known.issuperset(checks.SANITIZED)
@@ -121,7 +143,7 @@ def test_names_of_cases_exist() -> None:
 
 
 @pytest.mark.parametrize("format", ["f16", "q8_0"])
-def test_a_random_model(format: str, tmp_path: Path) -> None:
+def test_a_random_model(format: str, tmp_path: Path, gguf: Any) -> None:
     write(tmp_path / "model.gguf", SHAPES["tiny"], format)
     found = {t.name: t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     matrix, norm = found["blk.0.ffn_down.weight"], found["blk.0.ffn_norm.weight"]
@@ -133,7 +155,7 @@ def test_a_random_model(format: str, tmp_path: Path) -> None:
     assert len(found) == 3 + 9
 
 
-def test_a_random_model_with_experts(tmp_path: Path) -> None:
+def test_a_random_model_with_experts(tmp_path: Path, gguf: Any) -> None:
     write(tmp_path / "model.gguf", SHAPES["tiny-moe"], "q8_0")
     found = {t.name: t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     assert found["blk.0.ffn_down_exps.weight"].shape.tolist() == [32, 64, 8]

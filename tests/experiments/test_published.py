@@ -126,3 +126,9 @@ def test_tables_are_made_of_the_points(
             assert line in made, made
         widths = {line.count("|") for line in made.splitlines()}
         assert len(widths) == 1, made
+    for name, started in (("aaa", "2026-01-02"), ("zzz", "2026-01-01")):
+        folder = tmp_path / "batching" / name
+        folder.mkdir()
+        (folder / "points.csv").write_text("")
+        (folder / "provenance.json").write_text(json.dumps({"launches": [{"started": started}]}))
+    assert tool.folder_of("batching").name == "aaa"

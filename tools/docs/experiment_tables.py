@@ -20,8 +20,17 @@ MISSING = "| not measured in this checkout; the command is above |\n| --- |"
 
 
 def folder_of(sweep: str) -> Path | None:
-    """Return the results folder of a sweep, None without results."""
-    return next(iter(sorted(p.parent for p in (RESULTS / sweep).glob("*/points.csv"))), None)
+    """Return the newest results folder of a sweep, None without results."""
+    return max(
+        (p.parent for p in (RESULTS / sweep).glob("*/points.csv")), key=_started, default=None
+    )
+
+
+def _started(folder: Path) -> str:
+    """Return when the last launch of a results folder began."""
+    path = folder / "provenance.json"
+    launches = json.loads(path.read_text(encoding="utf-8"))["launches"] if path.is_file() else []
+    return str(launches[-1]["started"]) if launches else ""
 
 
 def of_rows(sweep: str, table: Callable[[list[Row]], str]) -> str:
