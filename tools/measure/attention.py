@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """Measure attention on the CPU: variants, skewed batches and page sizes.
 
-    python tools/measure/attention.py results/attention/MACHINE [variants] [skew] [pages]
+    python tools/measure/attention.py results/attention/MACHINE [variants] [skew] [pages] [decode]
 
 variants  user-defined functions beside the built-in options that they repeat
 skew      decode of one long and many short requests: the plan's schedule beside a static one, in
           which every thread has as many requests and no keys are split
 pages     decode over pages of 1 to 64 tokens: bytes of keys and values per second, beside the
           read bandwidth of the machine
+decode    one sequence, one thread, keys and values in the third-level cache: time per number of the
+          cache beside that of its multiply-adds; the fastest of many runs, on a machine that others
+          use, too
 
 What is compared runs in turn in one process; rows have the medians.  Rows are appended to
 `rows.jsonl` of the folder.
@@ -27,7 +30,7 @@ import numpy as np
 from published_rows import append, conditions
 
 import nbflow_kernels as nk
-from nbflow_kernels.benchmarks.roofline import read_bandwidth
+from nbflow_kernels.benchmarks.roofline import compute_peak, read_bandwidth
 from nbflow_kernels.cpu.parallel_for import get_num_threads, set_num_threads
 from nbflow_kernels.kv_cache.cases import page_table
 
@@ -185,8 +188,58 @@ def pages(repeats: int, lengths: list[int]) -> Iterator[dict[str, Any]]:
                 }  # fmt: skip
 
 
-PARTS = {"variants": variants, "skew": skew, "pages": pages}
-LENGTHS = {"variants": [512, 4096], "skew": [2048, 8192], "pages": [4096]}
+# ---- decode --------------------------------------------------------------------------------------
+
+
+def quantized_pages(pages: np.ndarray, format: str) -> np.ndarray:
+    """Return pages of float32 in a format of the cache."""
+    if format == "f16":
+        return pages.astype(np.float16)
+    data = nk.quantize(pages.reshape(-1, pages.shape[-1]), format, quantizer="reference").data
+    return data.reshape(*pages.shape[:3], -1)
+
+
+def decode_seconds(heads: tuple[int, int, int], format: str, n: int, repeats: int) -> float:
+    """Return the fastest of `repeats` decode steps over `n` keys, one thread."""
+    n_heads, n_kv_heads, dim = heads
+    rng = np.random.default_rng(0)
+    indptr, indices, last = page_table(rng, [n], 16)
+    shape = (len(indices), n_kv_heads, 16, dim)
+    cache = tuple(quantized_pages(rng.standard_normal(shape, np.float32), format) for _ in "kv")
+    wrapper = nk.BatchDecodeWithPagedKVCacheWrapper(kv_layout="HND")
+    options = {} if format == "f16" else {"kv_format": format}
+    wrapper.plan(indptr, indices, last, *heads, 16, **options)
+    q = rng.standard_normal((1, n_heads, dim)).astype(np.float32)
+    wrapper.run(q, cache)
+    fastest = math.inf
+    for _ in range(repeats):
+        started = time.perf_counter()
+        wrapper.run(q, cache)
+        fastest = min(fastest, time.perf_counter() - started)
+    return fastest
+
+
+def decode(repeats: int, lengths: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield rows: time per number of the cache, from the difference of two lengths."""
+    before = get_num_threads()
+    set_num_threads(1)
+    peak = compute_peak("f32", 1)
+    for heads in ((32, 4, 64), (32, 8, 128)):
+        for format in ("f16", "q8_0", "q4_0"):
+            short, long = (decode_seconds(heads, format, n, 20 * repeats) for n in lengths)
+            numbers = 2 * (lengths[1] - lengths[0]) * heads[1] * heads[2]
+            each, bound = (long - short) / numbers, 2 * heads[0] / heads[1] / peak
+            yield {
+                "test": f"{heads[0]} heads on {heads[1]} of {heads[2]}, {format}", "kv": format,
+                "heads": heads, "keys": lengths, "fastest_s": [short, long],
+                "ns_per_number": round(1e9 * each, 4), "bound_ns": round(1e9 * bound, 4),
+                "bound_share": round(bound / each, 3),
+            }  # fmt: skip
+    set_num_threads(before)
+
+
+PARTS = {"variants": variants, "skew": skew, "pages": pages, "decode": decode}
+LENGTHS = {"variants": [512, 4096], "skew": [2048, 8192], "pages": [4096], "decode": [1024, 4096]}
 
 
 def main() -> None:
