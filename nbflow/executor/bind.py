@@ -300,6 +300,26 @@ class Binder:
 
         return self._captured(op, launch)
 
+    def _extend_keys(self, op: Op, index: int) -> BoundOp:
+        (rate,), kernels = self.executor.weights.operands[index], self._kernels("gating")
+        first, n = op.attrs["first"], len(rate)
+        x, out = self._heads(op.inputs[0]), self.view(op.out)
+        out, numbers = out.reshape(len(out), n, -1), self.view(op.inputs[1])
+        numbers = numbers[:, first : first + n]
+        zeros = self._constant(np.zeros(n, np.float32))
+
+        def launch() -> None:
+            kernels.log_decay(numbers, rate, zeros, numbers)
+            kernels.extend_heads(x, numbers, True, out)
+
+        return self._captured(op, launch)
+
+    def _extend_queries(self, op: Op, index: int) -> BoundOp:
+        x, out = self._heads(op.inputs[0]), self.view(op.out)
+        numbers = self._constant(np.full(x.shape[:2], op.attrs["number"], np.float32))
+        extend, wide = self._kernels("gating").extend_heads, out.reshape(*x.shape[:2], -1)
+        return self._captured(op, extend, x, numbers, False, wide)
+
     def _temperature(self, op: Op, index: int) -> BoundOp:
         scale_queries = self._kernels("position").apply_attention_temperature_inplace
         numbers = (op.attrs[name] for name in ("scale", "floor", "offset"))
