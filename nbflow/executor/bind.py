@@ -302,10 +302,9 @@ class Binder:
 
     def _extend_keys(self, op: Op, index: int) -> BoundOp:
         (rate,), kernels = self.executor.weights.operands[index], self._kernels("gating")
-        first, n = op.attrs["first"], len(rate)
-        x, out = self._heads(op.inputs[0]), self.view(op.out)
-        out, numbers = out.reshape(len(out), n, -1), self.view(op.inputs[1])
-        numbers = numbers[:, first : first + n]
+        first, n, x = op.attrs["first"], len(rate), self._heads(op.inputs[0])
+        out = self.view(op.out).reshape(len(x), n, -1)
+        numbers = self.view(op.inputs[1])[:, first : first + n]
         zeros = self._constant(np.zeros(n, np.float32))
 
         def launch() -> None:
@@ -315,10 +314,10 @@ class Binder:
         return self._captured(op, launch)
 
     def _extend_queries(self, op: Op, index: int) -> BoundOp:
-        x, out = self._heads(op.inputs[0]), self.view(op.out)
+        x = self._heads(op.inputs[0])
         numbers = self._constant(np.full(x.shape[:2], op.attrs["number"], np.float32))
-        extend, wide = self._kernels("gating").extend_heads, out.reshape(*x.shape[:2], -1)
-        return self._captured(op, extend, x, numbers, False, wide)
+        extend, out = self._kernels("gating").extend_heads, self.view(op.out)
+        return self._captured(op, extend, x, numbers, False, out.reshape(*x.shape[:2], -1))
 
     def _temperature(self, op: Op, index: int) -> BoundOp:
         scale_queries = self._kernels("position").apply_attention_temperature_inplace
