@@ -57,7 +57,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "convolution": ("causal_conv1d",),
     "delta_rule": ("gated_delta_rule",),
-    "gating": ("gated_product", "log_decay"),
+    "gating": ("gated_product", "log_decay", "extend_heads"),
     "hadamard": ("hadamard_transform",),
     "row_statistics": ("match_rms", "row_moments", "gaussian_topk"),
     "state_space": ("mamba1_scan", "mamba2_scan"),

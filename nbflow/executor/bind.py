@@ -300,6 +300,25 @@ class Binder:
 
         return self._captured(op, launch)
 
+    def _extend_keys(self, op: Op, index: int) -> BoundOp:
+        (rate,), kernels = self.executor.weights.operands[index], self._kernels("gating")
+        first, n, x = op.attrs["first"], len(rate), self._heads(op.inputs[0])
+        out = self.view(op.out).reshape(len(x), n, -1)
+        numbers = self.view(op.inputs[1])[:, first : first + n]
+        zeros = self._constant(np.zeros(n, np.float32))
+
+        def launch() -> None:
+            kernels.log_decay(numbers, rate, zeros, numbers)
+            kernels.extend_heads(x, numbers, True, out)
+
+        return self._captured(op, launch)
+
+    def _extend_queries(self, op: Op, index: int) -> BoundOp:
+        x = self._heads(op.inputs[0])
+        numbers = self._constant(np.full(x.shape[:2], op.attrs["number"], np.float32))
+        extend, out = self._kernels("gating").extend_heads, self.view(op.out)
+        return self._captured(op, extend, x, numbers, False, out.reshape(*x.shape[:2], -1))
+
     def _temperature(self, op: Op, index: int) -> BoundOp:
         scale_queries = self._kernels("position").apply_attention_temperature_inplace
         numbers = (op.attrs[name] for name in ("scale", "floor", "offset"))

@@ -227,6 +227,19 @@ class ReferenceExecutor:
         for name in op.inputs:
             values[name] = hadamard.hadamard_transform(values[name], op.attrs["block"])
 
+    def _extend_keys(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        (rate,), (keys, numbers) = self._operands[index], (values[name] for name in op.inputs)
+        logs = gating.log_decay(numbers, rate, np.zeros(len(rate)))
+        heads = keys.reshape(len(ids), len(rate), -1)
+        wide = gating.extend_heads(heads, logs, op.attrs["columns"], exponential=True)
+        return wide.reshape(len(ids), -1)
+
+    def _extend_queries(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        queries = self._heads(values[op.inputs[0]])
+        numbers = np.full(queries.shape[:2], op.attrs["number"])
+        wide = gating.extend_heads(queries, numbers, op.attrs["columns"])
+        return wide.reshape(len(ids), -1)
+
     def _temperature(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
         head = self._program.heads_of(op.layer or 0).key_dim
         queries = self._heads(values[op.out], head).copy()

@@ -40,7 +40,7 @@ from nbflow.program.streams import (
     predict,
 )
 from nbflow.program.streams import buffers as stream_buffers
-from nbflow.spec.architecture import CacheSide, LatentSpec
+from nbflow.spec.architecture import BIAS_COLUMNS, CacheSide, LatentSpec
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.tensor_names import EXPERT_BIASES, XIELU
 
@@ -114,6 +114,11 @@ def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
     buffers |= {name: Buffer(width, "logits") for name, width in outputs.items()}
     buffers["y"] = Buffer(E, "states")
     buffers |= columns_of_one(spec) | stream_buffers(spec)
+    if spec.dynamic_mask_keys:
+        width = spec.head_dim + BIAS_COLUMNS
+        of_keys = Buffer(spec.n_kv_heads * width)
+        buffers |= {"qe": Buffer(spec.n_heads * width), "ke": of_keys}
+        buffers["kb"] = Buffer(spec.n_kv_heads)
     for i in spec.kv_sources:
         buffers |= {name: buffers[name.rstrip(digits)] for name in qkv_names(spec, i)}
     for size in {spec.ffn_size(i) for i in range(spec.n_layers)}:
@@ -246,6 +251,9 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     turned = (q,) if pre_rope else rotated
     turn = [Op("rope", q, turned, layer=i, attrs={"rope": rope, **own})] if rope.dim else []
     ops += [*turn, *norms] if spec.qk_norm_after_rope else [*norms, *turn]
+    if spec.dynamic_mask_keys:
+        ops += _dynamic_mask(spec, i)
+        q, k = rotated = ("qe", "ke")
     ops += _rotation(spec, i, "keys", *rotated)
     if has_kv:
         ops += _value_norm(spec, i, v)
@@ -274,6 +282,17 @@ def _rotation(spec: ModelSpec, i: int, side: CacheSide, *buffers: str) -> list[O
         return []
     attrs = {"block": spec.rotation_block(side, i)}
     return [Op("hadamard", buffers[0], buffers, layer=i, attrs=attrs)]
+
+
+def _dynamic_mask(spec: ModelSpec, i: int) -> list[Op]:
+    """Return the biases of the keys as a column of keys and queries, whose product adds them."""
+    columns = {"columns": BIAS_COLUMNS}
+    numbers = (Operand(f"layers.{i}.attn.mask_rate.weight"),)
+    return [
+        linear(spec, i, "attn.mask", "v", "kb"),
+        Op("extend_keys", "ke", ("k", "kb"), numbers, layer=i, attrs={**columns, "first": 0}),
+        Op("extend_queries", "qe", ("q",), layer=i, attrs=columns | {"number": 1 / spec.sm_scale}),
+    ]
 
 
 def _value_norm(spec: ModelSpec, i: int, name: str) -> list[Op]:

@@ -20,18 +20,19 @@ from string import digits
 from nbflow.distributed.plan import RankPlan
 from nbflow.program.layer_ops import ffn_name, qkv_names
 from nbflow.program.records import Buffer, Op, Operand, Program, expert_parts
-from nbflow.spec.architecture import HeadShape
+from nbflow.spec.architecture import BIAS_COLUMNS, HeadShape
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.plugin_ops import OPS, OpPartition
 from nbflow_kernels.errors import UsageError
 
-ROW_PARALLEL = ("attn.o", "cross.o", "ffn.down", "shared.down", "short.out", "delta.out",
-                "ssm.out", "mamba1.out", "mamba1.dt_a", "mamba1.b", "mamba1.c",
-                "lightning.out")  # fmt: skip
+ROW_PARALLEL = (
+    "attn.o", "attn.mask", "cross.o", "ffn.down", "shared.down", "short.out", "delta.out",
+    "ssm.out", "mamba1.out", "mamba1.dt_a", "mamba1.b", "mamba1.c", "lightning.out",
+)  # fmt: skip
 """Matrices split by columns, whose partial results an all-reduce sums."""
 
 
-_PARTIAL = ("o", "nt_nb_nc")
+_PARTIAL = ("o", "nt_nb_nc", "kb")
 """Buffers of partial results."""
 
 
@@ -146,6 +147,8 @@ def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffe
     sharded = {
         "q": widths["attn.q"],
         "a": widths["attn.o"],
+        "qe": (plan.heads[1] - plan.heads[0]) * (spec.head_dim + BIAS_COLUMNS),
+        "ke": (plan.kv_heads[1] - plan.kv_heads[0]) * (spec.head_dim + BIAS_COLUMNS),
         "ql": (plan.heads[1] - plan.heads[0]) * spec.cached_dim,
         "al": widths["attn.latent"],
         "k": widths["attn.k"],
@@ -205,7 +208,9 @@ def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
         **dict.fromkeys(("attn.o", "attn.gate", "cross.o"), out),
         "attn.latent": (plan.heads[0] * C, plan.heads[1] * C),
         **dict.fromkeys(("attn.k", "cross.k"), kv),
-        **dict.fromkeys(("attn.v", "cross.v"), (plan.kv_heads[0] * Dv, plan.kv_heads[1] * Dv)),
+        **dict.fromkeys(
+            ("attn.v", "cross.v", "attn.mask"), (plan.kv_heads[0] * Dv, plan.kv_heads[1] * Dv)
+        ),
         **dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), plan.ffn),
         **dict.fromkeys(("shared.gate", "shared.up", "shared.down"), plan.shared),
     }
@@ -324,6 +329,9 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]], spec
         D = op.attrs.get("head", spec.head_dim)
         heads = rows[0] // D, rows[1] // D
         return dataclasses.replace(op, weights=op.weights[slice(*heads)])
+    if op.kind == "extend_keys":
+        rate = tuple(Operand(w.name, rows=plan.kv_heads) for w in op.weights)
+        return dataclasses.replace(op, weights=rate, attrs={**op.attrs, "first": plan.kv_heads[0]})
     if op.kind == "heads_linear":
         return dataclasses.replace(op, weights=op.weights[slice(*plan.heads)])
     if op.kind == "attention":

@@ -22,6 +22,11 @@ linear        out = input @ W.T + bias, W the concatenated rows of all `weights`
 rope          rotate the inputs (q, k), or q alone, in place, attr ``rope``; attrs ``first``: first
               column of each head that is rotated, ``head``: columns of a head, if not those of keys
 hadamard      rotate blocks of columns of the inputs in place; attr ``block``: columns of a block
+extend_keys   out = heads of the first input, then exp(rate * softplus(number)), then zeros, attr
+              ``columns`` in all; the number of a head is a column of the second input from attr
+              ``first`` on; the weight is the rate of each head
+extend_queries
+              out = heads of the input, then attr ``number``, then zeros, attr ``columns`` in all
 temperature   queries of out *= 1 + scale * ln(1 + (position + offset) // floor);
               attrs ``scale``, ``floor``, ``offset``
 copy_heads    last columns of each head of out = those of the input, attrs ``columns`` (number of
@@ -104,7 +109,8 @@ from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.state_format import state_bytes
 
 Kind = Literal[
-    "embedding", "norm", "sum_squares", "linear", "rope", "hadamard", "temperature",
+    "embedding", "norm", "sum_squares", "linear", "rope", "hadamard", "extend_keys",
+    "extend_queries", "temperature",
     "copy_heads", "heads_linear", "append_kv", "append_index", "select_keys", "sparse_attention",
     "attention", "cross_attention", "input", "activation", "gate", "conv", "sigmoid", "log_decay",
     "delta_rule", "lightning", "mamba1", "mamba2", "gated_norm", "experts", "plugin", "scale_rows",

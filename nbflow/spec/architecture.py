@@ -41,6 +41,10 @@ class HeadShape:
     value_dim: int
 
 
+BIAS_COLUMNS = 16
+"""Columns of cached keys for a bias: one, and zeros that keep vectors aligned."""
+
+
 @dataclass(frozen=True)
 class TemperatureSpec:
     """Factor of queries that grows with their position p.
@@ -319,6 +323,7 @@ class Architecture:
     kv_shared_layers: int = 0
     values_from_keys: Literal["none", "full", "all"] = "none"
     value_norm: bool = False
+    dynamic_mask_keys: int = 0
     ffn_sizes: tuple[int, ...] = ()
     kv_shared_ffn_factor: int = 1
     activation_sparsity: tuple[float, ...] = ()
@@ -506,7 +511,8 @@ class Architecture:
             return HeadShape(self.n_kv_heads, self.cached_dim, self.latent.kv_rank)
         if self.local_heads is not None and self.is_local(layer):
             return self.local_heads
-        return HeadShape(self.n_kv_heads, self.head_dim, self.value_dim)
+        width = self.head_dim + (BIAS_COLUMNS if self.dynamic_mask_keys else 0)
+        return HeadShape(self.n_kv_heads, width, self.value_dim)
 
     def has_sinks(self, layer: int) -> bool:
         """Return whether the heads of a layer have attention sinks."""

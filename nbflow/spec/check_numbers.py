@@ -99,6 +99,7 @@ def _problems(spec: Architecture) -> Iterator[str]:
     yield from _expert_problems(spec)
     yield from _sharing_problems(spec)
     yield from _around_problems(spec)
+    yield from _mask_problems(spec)
 
 
 def _sharing_problems(spec: Architecture) -> Iterator[str]:
@@ -127,6 +128,23 @@ def _sharing_problems(spec: Architecture) -> Iterator[str]:
                 f"values_from_keys needs values as wide as keys, got {heads.value_dim} and "
                 f"{heads.key_dim} in layer {i}"
             )
+
+
+def _mask_problems(spec: Architecture) -> Iterator[str]:
+    """Yield problems of keys with a bias of their values."""
+    if not spec.dynamic_mask_keys:
+        return
+    for field, value in (
+        ("latent", None), ("encoder", None), ("local_heads", None), ("attention", None),
+        ("attention_chunk", None), ("logits_soft_cap", None), ("kv_shared_layers", 0),
+        ("temperature", None),
+    ):  # fmt: skip
+        if getattr(spec, field) != value:
+            yield f"dynamic_mask_keys goes without {field}"
+    if spec.position in ("alibi", "relative") or spec.value_dim != spec.head_dim:
+        yield "dynamic_mask_keys goes with rotary or learned positions and values as wide as keys"
+    if spec.qk_norm == "all":
+        yield "dynamic_mask_keys goes with qk_norm 'none', 'head' or 'each_head', got 'all'"
 
 
 def _around_problems(spec: Architecture) -> Iterator[str]:

@@ -88,6 +88,8 @@ def build_spec(
     _refuse_unsupported(family, config, where)
     held = () if checkpoint_tensors is None else checkpoint_tensors
     values = _values(family, config, where, override or {}, held)
+    if values["dynamic_mask_keys"]:  # longer contexts would leave keys out
+        values["max_context"] = min(values["max_context"], values["dynamic_mask_keys"])
     _check_layers(values["n_layers"], family, config, held, where)
     encoder = None
     encoder_family = encoder_of(family)

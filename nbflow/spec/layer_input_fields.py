@@ -56,6 +56,12 @@ LAYER_INPUT_FIELDS = {
     "residual_weights": Field(
         bool, "the residual stream has a factor per column where a sublayer is added to it", False
     ),
+    "dynamic_mask_keys": Field(
+        int,
+        "keys have a bias that their values give (Doge's dynamic mask), which keeps this many of "
+        "them per head; contexts end there, so that all are kept; 0 for none",
+        0,
+    ),
     "streams": Field(
         int,
         "residual streams (AltUp): layers compute one and predict the others; 1 for a plain one",

@@ -27,7 +27,8 @@ steps, output."""
 MAMBA1_VECTORS = ("mamba1.a_log", "mamba1.dt_bias", "mamba1.d")
 """As `SSM_VECTORS`; a_log has a row per channel."""
 LINEARS = (
-    "attn.q", "attn.k", "attn.v", "attn.o", "attn.gate", "attn.q_a", "attn.kv_a", *CROSS,
+    "attn.q", "attn.k", "attn.v", "attn.o", "attn.gate", "attn.mask", "attn.q_a", "attn.kv_a",
+    *CROSS,
     *SHORT_CONV, *DELTA, *DELTA_RANKS, *SSM, *MAMBA1, *LIGHTNING,
     "ffn.gate", "ffn.up", "ffn.down", "router", "moe.gate", "moe.up", "moe.down",
 )  # fmt: skip
@@ -87,7 +88,7 @@ LAYER_EMBED = ("layer_embed.gate", "layer_embed.out")
 """Gate that a layer's embedding multiplies, and the projection behind it."""
 LAYER_VECTORS = (
     "streams.router_norm", "streams.output_scale", "laurel_norm", "layer_embed_norm",
-    "layer_scale", "attn_residual", "ffn_residual", "expert_scale",
+    "layer_scale", "attn_residual", "ffn_residual", "expert_scale", "attn.mask_rate",
 )  # fmt: skip
 """Norms and factors by column of these parts, and the factors of experts."""
 STREAM_MATRICES = ("streams.in.{j}", "streams.out.{j}")

@@ -102,7 +102,7 @@ def _attention_shapes(spec: Architecture, layer: int) -> Shapes:
     shapes: Shapes = {}
     heads, H = spec.heads_of(layer), spec.n_heads
     D, Dv, G = heads.key_dim, heads.value_dim, heads.n_kv_heads
-    if spec.latent is not None:
+    if spec.latent is not None or spec.dynamic_mask_keys:
         D, Dv = spec.head_dim, spec.value_dim
     q_rows, kv_rows, out = H * D, G * D, H * Dv
     if spec.latent is not None:
@@ -114,6 +114,8 @@ def _attention_shapes(spec: Architecture, layer: int) -> Shapes:
             if not spec.takes_values_from_keys(layer):
                 shapes["attn.v.weight"] = (G * Dv, E)
         shapes["attn.o.weight"] = (E, out)
+    if spec.dynamic_mask_keys:
+        shapes |= {"attn.mask.weight": (G, G * Dv), "attn.mask_rate.weight": (G,)}
     if spec.output_gate:
         shapes["attn.gate.weight"] = (out, E)
     if spec.has_sinks(layer):

@@ -117,3 +117,14 @@ def test_transforms_refuse_what_reads_the_residual_stream():
     for quantizer, match in (("hadamard", "cannot be rotated exactly"), ("awq", "'awq'")):
         with pytest.raises(UsageError, match=match):
             nbflow.load(FAMILIES / "gemma3n", weights="q4", quantizer=quantizer, threads=1)
+
+
+def test_keys_with_a_bias_end_contexts_where_some_would_be_left_out(tmp_path):
+    """Keys are cached with a column for the bias, and contexts end at keep_window_size."""
+    spec = spec_of("doge")
+    assert spec.heads_of(0).key_dim == spec.head_dim + 16
+    assert resolve(changed(tmp_path, "doge", keep_window_size=40)).spec.max_context == 40
+    with pytest.raises(UsageError, match="is_moe = True is not supported"):
+        resolve(changed(tmp_path / "moe", "doge", is_moe=True))
+    with pytest.raises(UsageError, match="dynamic_mask_keys goes without logits_soft_cap"):
+        dataclasses.replace(spec, logits_soft_cap=5.0)

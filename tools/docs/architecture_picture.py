@@ -63,10 +63,10 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
         "nbflow_kernels: ops",
         (
             ("quantized_matmul", "GEMV, GEMM of", "packed weights"),
-            ("attention", "paged, ragged,", "cascade, MLA"),
+            ("attention", "paged, ragged,", "MLA; kv_cache"),
             ("matmul · moe", "float products,", "experts; convolution"),
-            ("linear_attention", "delta_rule · hadamard", "gating · state_space · row_statistics"),
-            ("norm · activation", "position · embedding", "kv_cache · masks"),
+            ("linear_attention", "delta_rule · hadamard", "gating · state_space"),
+            ("norm · activation", "position · embedding", "row_statistics · masks"),
             ("sampling · logits", "penalties · sparse", "· exchange of arrays"),
         ),
     ),

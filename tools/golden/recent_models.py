@@ -179,6 +179,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": {
             "full_attention": rope(theta=5e3, partial_rotary_factor=0.334),
             "sliding_attention": rope(theta=1e2, partial_rotary_factor=0.334)}}),
+    "doge": ("Doge", {**TINY, "attention_bias": True, "mlp_bias": True, "sliding_window": 20,
+                      "keep_window_size": 64}),
     "gemma3n": ("Gemma3n", {
         **GEMMA, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "laurel_rank": 6,
         "vocab_size_per_layer_input": 90, "altup_num_inputs": 3,

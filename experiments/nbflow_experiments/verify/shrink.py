@@ -50,7 +50,9 @@ def shrink(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     for name, most in (
         ("vocab_size", VOCABULARY), ("n_layers", LAYERS), ("intermediate_size", WIDTH),
         ("expert_size", WIDTH // 2), ("shared_size", WIDTH // 2), ("window", WINDOW),
-        ("type_vocab_size", 2),
+        ("type_vocab_size", 2), ("layer_embed_vocab_size", VOCABULARY),
+        ("layer_embed_size", HEAD_DIM), ("laurel_rank", HEAD_DIM // 2),
+        ("local_head_dim", HEAD_DIM),
     ):  # fmt: skip
         _lower(small, family, name, most)
     per_token, groups = sizes.get("experts_per_token"), sizes.get("router_groups") or 1

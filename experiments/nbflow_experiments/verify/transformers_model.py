@@ -127,6 +127,8 @@ def _array(torch: Any, value: Any, n_tokens: int) -> np.ndarray | None:
     value = value[0] if isinstance(value, tuple) and value else value
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim < 2:
         return None
+    if not value.numel():  # of a part without columns
+        return None
     rows = value.reshape(-1, value.shape[-1])
     return rows.double().numpy().copy() if len(rows) == n_tokens else None
 

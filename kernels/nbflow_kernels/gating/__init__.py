@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.arrays import check_array, check_together, is_cuda, output_array
-from nbflow_kernels.errors import unknown_name
+from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.gating import cpu, cuda
 
-__all__ = ["gated_product", "log_decay"]
+__all__ = ["extend_heads", "gated_product", "log_decay"]
 
 
 def gated_product(
@@ -137,4 +137,69 @@ def log_decay(
         out = output_array(x, x.shape, out, rows=True)
     variant: Any = cuda if is_cuda(x) else cpu
     variant.log_decay(x, rate, bias, out)
+    return out
+
+
+def extend_heads(
+    x: NDArray[np.float32],
+    numbers: NDArray[np.float32],
+    n_columns: int,
+    out: NDArray[np.float32] | None = None,
+    *,
+    exponential: bool = False,
+) -> Any:
+    r"""Append a column to each head, so that a product of heads gets one more term.
+
+    .. math:: y_{th} = (x_{th}, f(n_{th}), 0, \ldots, 0)
+
+    Keys that end in a number b and queries that end in ``1 / sm_scale`` have attention scores with
+    b added: a mask that depends on the key alone, computed by any attention kernel.
+
+    Parameters
+    ----------
+    x : array of float32, shape (T, H, D)
+        Heads; rows may be strided.  A NumPy array runs on the CPU; an array on a CUDA device runs
+        there.
+    numbers : array of float32, shape (T, H)
+        n; rows may be strided.
+    n_columns : int
+        Columns to append, at least 1; zeros follow the number.
+    out : array of float32, shape (T, H, D + n_columns), optional
+        Output array.
+    exponential : bool
+        f is the exponential function instead of the identity.
+
+    Returns
+    -------
+    array of float32, shape (T, H, D + n_columns)
+        `out` if given, else a new array on the device of `x`.
+
+    Raises
+    ------
+    UsageError
+        If a shape does not fit, or `n_columns` is below 1.
+    TypeError
+        If an array is not of float32.
+
+    References
+    ----------
+    .. [1] J. Shi et al., "Wonderful Matrices: Combining for a More Efficient and Effective
+       Foundation Model Architecture", arXiv:2412.11834; the dynamic mask of Doge.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import extend_heads
+    >>> heads, numbers = np.array([[[3.0, 4.0]]], np.float32), np.array([[0.5]], np.float32)
+    >>> extend_heads(heads, numbers, 2)
+    array([[[3. , 4. , 0.5, 0. ]]], dtype=float32)
+    """
+    check_together(x=x, numbers=numbers, out=out)
+    check_array("x", x, (None, None, None), rows=True)
+    check_array("numbers", numbers, x.shape[:2], rows=True)
+    if n_columns < 1:
+        raise UsageError(f"n_columns must be at least 1, got {n_columns}")
+    out = output_array(x, (*x.shape[:2], x.shape[2] + int(n_columns)), out)
+    variant: Any = cuda if is_cuda(x) else cpu
+    variant.extend_heads(x, numbers, bool(exponential), out)
     return out

@@ -69,7 +69,26 @@ def _decay_case(name: str, T: int, H: int) -> OpCase:
     )
 
 
+def _extend_case(name: str, T: int, H: int, D: int, W: int, exponential: bool) -> OpCase:
+    """Return a case of `extend_heads`; x and numbers are columns of wider arrays."""
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        heads = rng.standard_normal((T, H + 1, D), dtype=np.float32)[:, 1:]
+        numbers = rng.uniform(-6.0, 1.0, (T, H + 2)).astype(np.float32)[:, 2:]
+        return {"x": heads, "numbers": numbers, "n_columns": W - D, "exponential": exponential}
+
+    return OpCase(
+        op="extend_heads", name=name, inputs=inputs, rtol=5e-7 if exponential else 0.0, atol=0.0,
+        reason="exp of a number of at most 6 is off by 2e-7 of itself, one rounding"
+        if exponential
+        else "copies",
+        n_bytes=4 * T * H * (D + W + 1), n_flops=T * H, out=((T, H, W), "float32"),
+    )  # fmt: skip
+
+
 CASES: list[OpCase] = [
+    _extend_case("ragged", 3, 2, 12, 28, True),
+    _extend_case("queries", 5, 3, 7, 8, False),
     _decay_case("ragged", 5, 37),
     _decay_case("one_head", 3, 1),
     _case("ragged", 3, 37, "sigmoid"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from nbflow_kernels.activation.cpu import ACTIVATIONS, activated
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
@@ -35,6 +37,25 @@ def log_decay(x, rate, bias, out):
         address_of(x), x.strides[0], address_of(rate), address_of(bias),
         address_of(out), out.strides[0], width,
     )  # fmt: skip
+
+
+def extend_heads(x, numbers, exponential, out):
+    """See `nbflow_kernels.extend_heads`."""
+    parallel_for(_extend_heads, len(x), float(out.size), x, numbers, exponential, out)
+
+
+@jit.kernel
+def _extend_heads(x, numbers, exponential, out, start, stop):
+    """Compute rows [start, stop)."""
+    D = x.shape[2]
+    for t in range(start, stop):
+        for h in range(x.shape[1]):
+            for i in range(D):
+                out[t, h, i] = x[t, h, i]
+            number = numbers[t, h]
+            out[t, h, D] = np.float32(np.exp(np.float64(number))) if exponential else number
+            for i in range(D + 1, out.shape[2]):
+                out[t, h, i] = np.float32(0.0)
 
 
 @jit.kernel

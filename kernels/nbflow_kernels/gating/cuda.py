@@ -48,3 +48,22 @@ def log_decay(x: Any, rate: Any, bias: Any, out: Any) -> None:
         rows = [array.strides[0] // array.itemsize for array in (x, out)]
         n_blocks = cuda.ceil_div(T * width, _THREADS)
         _decay_kernel()(n_blocks, _THREADS, (x, rate, bias, out, T, width, *rows))
+
+
+@functools.cache
+def _extend_kernel() -> cuda.Kernel:
+    return cuda.cpp_kernel(
+        __file__, "gating.cu", "extend_heads",
+        "f32* x, f32* numbers, f32* out, i32 T, i32 H, i32 D, i32 W, i64 x_row, i64 numbers_row, "
+        "i64 out_row, i32 exponential",
+    )  # fmt: skip
+
+
+def extend_heads(x: Any, numbers: Any, exponential: bool, out: Any) -> None:
+    """See `nbflow_kernels.extend_heads`."""
+    (T, H, D), W = x.shape, out.shape[2]
+    if T * H:
+        arrays = x, numbers, out
+        rows = [array.strides[0] // array.itemsize for array in arrays]
+        n_blocks = cuda.ceil_div(T * H * W, _THREADS)
+        _extend_kernel()(n_blocks, _THREADS, (*arrays, T, H, D, W, *rows, int(exponential)))

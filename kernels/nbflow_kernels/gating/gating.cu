@@ -29,3 +29,20 @@ extern "C" __global__ void log_decay(const float* x, const float* rate, const fl
   float soft = fmaxf(v, 0.0f) + log1pf(expf(-fabsf(v)));
   out[t * out_row + h] = rate[h] * (v != v ? v : soft);
 }
+
+// out[t, h] = (x[t, h], number or its exponential, 0, ...), one element of out to a thread.
+extern "C" __global__ void extend_heads(const float* x, const float* numbers, float* out, int T,
+                                        int H, int D, int W, long long x_row,
+                                        long long numbers_row, long long out_row,
+                                        int exponential) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= T * H * W) return;
+  int t = i / (H * W), h = i / W % H, d = i % W;
+  float v = 0.0f;
+  if (d < D) v = x[t * x_row + h * D + d];
+  if (d == D) {
+    v = numbers[t * numbers_row + h];
+    if (exponential) v = expf(v);
+  }
+  out[t * out_row + h * W + d] = v;
+}

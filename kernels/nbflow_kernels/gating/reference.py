@@ -22,3 +22,13 @@ def log_decay(x: Any, rate: Any, bias: Any) -> NDArray[np.float64]:
     """See `nbflow_kernels.log_decay`."""
     rate, bias = np.asarray(rate, np.float64), np.asarray(bias, np.float64)
     return np.asarray(rate * np.logaddexp(0.0, np.asarray(x, np.float64) + bias))
+
+
+def extend_heads(
+    x: Any, numbers: Any, n_columns: int, *, exponential: bool = False
+) -> NDArray[np.float64]:
+    """See `nbflow_kernels.extend_heads`."""
+    T, H, D = x.shape
+    result, given = np.zeros((T, H, D + n_columns)), np.asarray(numbers, np.float64)
+    result[..., :D], result[..., D] = x, np.exp(given) if exponential else given
+    return result
