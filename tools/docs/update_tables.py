@@ -291,7 +291,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "state_bits": state_bits,
         "weight kinds": weight_kind_bits,
         "state_bits figure": partial(
-            figure, "state_bits", "quality", "Divergence by format of weights and states"
+            figure, "state_bits", "kinds", "Divergence against bits, by kind of numbers"
         ),
     },
 }

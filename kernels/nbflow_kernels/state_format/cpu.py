@@ -35,7 +35,7 @@ def row_bytes(kind, n):
     return n + 2 * ((n + BLOCK - 1) // BLOCK) if kind == Q8_0 else 2 * n
 
 
-@jit.device_function
+@jit.device_function(inline="llvm")
 def load(row, kind, i, n, narrow):
     """Load numbers i to i + 15 of a row of n, i a multiple of 16; those from n on are 0."""
     m = n - i
@@ -55,7 +55,7 @@ def load(row, kind, i, n, narrow):
     return load_first_f16(at, m) if kind == F16 else load_first_bf16(at, m)
 
 
-@jit.device_function(strict=True)
+@jit.device_function(strict=True, inline="llvm")
 def _store_block(at, m, v, w, narrow):
     """Store a q8_0 block of m numbers; lanes from m on are 0."""
     # maximum and minimum drop NaN; differences keep it
@@ -81,7 +81,7 @@ def _store_block(at, m, v, w, narrow):
         write_u8(at + 2 + j, read_u8(narrow + j))
 
 
-@jit.device_function
+@jit.device_function(inline="llvm")
 def _store_16(row, kind, i, n, v, narrow):
     """Store up to 16 numbers in a format without blocks."""
     m = n - i
@@ -99,7 +99,7 @@ def _store_16(row, kind, i, n, v, narrow):
             write_u16(at + 2 * j, read_u16(narrow + 2 * j))
 
 
-@jit.device_function
+@jit.device_function(inline="llvm")
 def store(row, kind, i, n, v, w, narrow):
     """Round and store numbers i to i + 31 of a row of n, i a multiple of 32; 0 from n on."""
     if kind == Q8_0:

@@ -8,9 +8,9 @@ from nbflow_kernels.cpu import jit, simd, simd_memory
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_math import keep_nan, softplus
 from nbflow_kernels.cpu.simd_memory import address_of, load_first, read_f32, read_i32, write_f32
-from nbflow_kernels.cpu.simd_row_end import store_up_to
+from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
 from nbflow_kernels.state_format import F32, KINDS
-from nbflow_kernels.state_format.cpu import decode_rows, encode_rows, row_bytes
+from nbflow_kernels.state_format.cpu import decode_rows, encode_rows, load, row_bytes, store
 from nbflow_kernels.state_space import cpu_chunks
 from nbflow_kernels.state_space.cpu_chunks import CHUNK, LANES, STATE, TRANSPOSED, WEIGHT
 
@@ -95,44 +95,60 @@ def _chunk_scores(b, b_bytes, c, c_bytes, scores, indptr, B, G, N, like, start, 
 
 
 @jit.device_function
+def _row(row, N, decay, added, b, c):
+    """Update a row of a float32 state; return 16 sums of its product with c."""
+    whole, rest = N - N % 16, N % 16
+    total = simd.splat(0.0)
+    for i in range(0, 4 * whole, 64):
+        v = simd.fma(decay, simd.load_f32(row + i), simd.mul(added, simd.load_f32(b + i)))
+        simd.store_f32(row + i, v)
+        total = simd.fma(v, simd.load_f32(c + i), total)
+    if rest > 0:
+        i = 4 * whole
+        v = simd.mul(added, load_first(b + i, rest, 0.0))
+        v = simd.fma(decay, load_first(row + i, rest, 0.0), v)
+        store_up_to(row + i, rest, v)
+        total = simd.fma(v, load_first(c + i, rest, 0.0), total)
+    return total
+
+
+@jit.device_function
+def _narrow_row(row, kind, N, decay, added, b, c, narrow):
+    """Update and round a row of a state that is not float32, with the operations of `_row`."""
+    total = simd.splat(0.0)
+    for i in range(0, N, 32):
+        v = simd.mul(added, load_up_to(b + 4 * i, N - i))
+        v = simd.fma(decay, load(row, kind, i, N, narrow), v)
+        total = simd.fma(v, load_up_to(c + 4 * i, N - i), total)
+        w, left = simd.splat(0.0), N - i - 16
+        if left > 0:
+            w = simd.mul(added, load_up_to(b + 4 * i + 64, left))
+            w = simd.fma(decay, load(row, kind, i + 16, N, narrow), w)
+            total = simd.fma(w, load_up_to(c + 4 * i + 64, left), total)
+        store(row, kind, i, N, v, w, narrow)
+    return total
+
+
+@jit.device_function
 def _steps(
     x, x_bytes, weights, n, log_decay, b, b_bytes, c, c_bytes, state, kind, P, N, skip, scratch,
     out, out_bytes
 ):  # fmt: skip
-    """Compute `n` tokens one after the other, row by row of the state (P, N).
-
-    A row in another format than float32 is copied to scratch memory and rounded after each token.
-    """
-    whole, rest = N - N % 16, N % 16
-    narrow = scratch + cpu_chunks.TRANSPOSED
+    """Compute `n` tokens one after the other, row by row of the state (P, N)."""
+    narrow = scratch + TRANSPOSED
     for p in range(P):
-        stored = state + p * row_bytes(kind, N)
-        row = stored if kind == F32 else scratch + STATE
+        row = state + p * row_bytes(kind, N)
         for t in range(n):
-            if kind != F32:
-                if t > 0:
-                    encode_rows(row, kind, 1, N, stored, narrow)
-                decode_rows(stored, kind, 1, N, row, narrow)
             weight = read_f32(weights + 4 * t)
             value = read_f32(x + t * x_bytes + 4 * p)
             decay = cpu_chunks.decay_factor(simd.splat(log_decay * weight))
-            added, total = simd.splat(weight * value), simd.splat(0.0)
-            b_at, c_at = b + t * b_bytes, c + t * c_bytes
-            for i in range(0, 4 * whole, 64):
-                v = simd.mul(added, simd.load_f32(b_at + i))
-                v = simd.fma(decay, simd.load_f32(row + i), v)
-                simd.store_f32(row + i, v)
-                total = simd.fma(v, simd.load_f32(c_at + i), total)
-            if rest > 0:
-                i = 4 * whole
-                v = simd.mul(added, load_first(b_at + i, rest, 0.0))
-                v = simd.fma(decay, load_first(row + i, rest, 0.0), v)
-                store_up_to(row + i, rest, v)
-                total = simd.fma(v, load_first(c_at + i, rest, 0.0), total)
+            added, b_at, c_at = simd.splat(weight * value), b + t * b_bytes, c + t * c_bytes
+            if kind == F32:
+                total = _row(row, N, decay, added, b_at, c_at)
+            else:
+                total = _narrow_row(row, kind, N, decay, added, b_at, c_at, narrow)
             y = simd.fma(simd.splat(skip), simd.splat(value), simd.splat(simd.sum(total)))
             write_f32(out + t * out_bytes + 4 * p, simd.max(y))  # 16 equal lanes
-        if kind != F32:
-            encode_rows(row, kind, 1, N, stored, narrow)
 
 
 @jit.device_function
