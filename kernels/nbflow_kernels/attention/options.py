@@ -158,7 +158,7 @@ def check_dtype(name: str, wanted: Any, found: Any) -> None:
     if wanted is None:
         return
     wanted_name = dtype_name(wanted)
-    held = dict.fromkeys(FLOAT8_NAMES, ("uint8",))  # their bits
+    held: dict[str, tuple[str, ...]] = dict.fromkeys(FLOAT8_NAMES, ("uint8",))  # their bits
     held["bfloat16"] = ("uint16", "float32")  # its bits, or widened
     if found.name not in (wanted_name, *held.get(wanted_name, ())):
         raise TypeError(f"{name} was planned as {wanted_name}, got an array of {found.name}")
