@@ -50,6 +50,27 @@ def test_memory_is_shared_and_int64_indices_come_back() -> None:
     assert ids.dtype == torch.int64
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_caches(dtype: Any) -> None:
+    q, kv = _normal(4, 64), _normal(2, 1, 8, 2, 64)
+    cache = kv.transpose(0, 1).contiguous().to(dtype)  # (page, K and V, token, head, D)
+    k, v = cache[0].float()
+    wide = nk.single_decode_with_kv_cache(q, k, v)
+    alone = nk.single_decode_with_kv_cache(q, *cache[0])
+    table = [torch.tensor(n, dtype=torch.int32) for n in ([0, 1], [0], [8])]
+    wrapper = nk.BatchDecodeWithPagedKVCacheWrapper()
+    wrapper.plan(*table, 4, 2, 64, 8, q_data_type=torch.float32, kv_data_type=dtype)
+    paged = wrapper.run(q[None], cache)[0]
+    # float8 widens exactly; sums of 64 and 8 products in float32, of weights that add up to 1
+    for found in (alone, paged):
+        assert (found - wide).abs().max() <= 80 * 2.0**-24 * v.abs().max()
+    rows, appended = kv[:, 0].contiguous(), torch.zeros_like(cache)
+    places = torch.zeros(8, dtype=torch.int32), torch.arange(8, dtype=torch.int32)
+    indptr, indices, last = table
+    nk.append_paged_kv_cache(*rows, *places, appended, indices, indptr, last)
+    assert torch.equal(appended.view(torch.uint8), cache.view(torch.uint8))
+
+
 def test_top_k_has_indices_that_pytorch_takes() -> None:
     x = _normal(3, 40)
     values, ids = nk.top_k(x, 5)

@@ -11,6 +11,7 @@ import numpy as np
 
 from nbflow_kernels.arrays import check_array, is_cuda, on_host
 from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.kv_cache.float8 import FLOAT8_NAMES
 from nbflow_kernels.kv_cache.page_table import check_layout
 from nbflow_kernels.position import rope_cos_sin_cache
 
@@ -164,12 +165,18 @@ def head_factors(n_heads: int, group: int, *scales: Any) -> np.ndarray | None:
     return factors.astype(np.float32)
 
 
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype, which may be a name."""
+    return dtype if isinstance(dtype, str) else np.dtype(dtype).name
+
+
 def check_dtype(name: str, wanted: Any, found: Any) -> None:
     """Raise unless an array has the dtype given to `plan`, if any."""
     if wanted is None:
         return
-    wanted_name = wanted if isinstance(wanted, str) else np.dtype(wanted).name
-    held = {"bfloat16": ("uint16", "float32")}  # its bits, or widened
+    wanted_name = dtype_name(wanted)
+    held: dict[str, tuple[str, ...]] = dict.fromkeys(FLOAT8_NAMES, ("uint8",))  # their bits
+    held["bfloat16"] = ("uint16", "float32")  # its bits, or widened
     if found.name not in (wanted_name, *held.get(wanted_name, ())):
         raise TypeError(f"{name} was planned as {wanted_name}, got an array of {found.name}")
 

@@ -8,10 +8,17 @@ import numpy as np
 
 from nbflow_kernels.arrays import check_array, check_indptr, check_range, on_host
 from nbflow_kernels.attention.cuda_graph import GraphPlan, Tables
-from nbflow_kernels.attention.options import Options, check_backend, check_dtype, check_workspace
+from nbflow_kernels.attention.options import (
+    Options,
+    check_backend,
+    check_dtype,
+    check_workspace,
+    dtype_name,
+)
 from nbflow_kernels.attention.plan import AttentionPlan, make_plan, plan_into
 from nbflow_kernels.attention.run import AttentionCall, PlannedRun, run_plan
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.kv_cache.float8 import FLOAT8_NAMES
 from nbflow_kernels.kv_cache.formats import kinds_of
 from nbflow_kernels.kv_cache.page_table import (
     PAGE_NUMBERS,
@@ -116,6 +123,8 @@ class PagedAttentionWrapper(PlannedWrapper):
         `options` are fields of `Options`.
         """
         self.current, self._n_pages = None, -1
+        if kv_format is None and kv_data_type is not None:
+            kv_format = FLOAT8_NAMES.get(dtype_name(kv_data_type))
         self._variant, self._kv_format = variant, kv_format
         self._dtypes = {"q": q_data_type, "kv": kv_data_type, "o": o_data_type}
         all_heads = (*heads[:3], heads[2] if heads[3] is None else heads[3])

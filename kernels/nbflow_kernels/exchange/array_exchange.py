@@ -1,8 +1,8 @@
 """Zero-copy exchange of arrays with other libraries: DLPack and the CUDA array interface.
 
 `native` makes a NumPy array, or a CuPy array on a CUDA device, of a tensor of PyTorch, JAX, Numba
-or any library with one of the protocols; `exported` goes back.  bfloat16, which NumPy lacks, is
-held as the uint16 array of its bits.
+or any library with one of the protocols; `exported` goes back.  bfloat16 and float8, which NumPy
+lacks, are held as the uint16 and uint8 arrays of their bits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from nbflow_kernels.arrays import is_cuda
 from nbflow_kernels.errors import UsageError
 
 _HOST = (1, 3, 11)  # DLPack's kDLCPU, kDLCUDAHost, kDLROCMHost
+_BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 _CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
@@ -57,7 +58,7 @@ def native(name: str, array: Any) -> Any:
     Returns
     -------
     array
-        `array` itself if it is NumPy's or CuPy's; bfloat16 as uint16.
+        `array` itself if it is NumPy's or CuPy's; bfloat16 as uint16, float8 of others as uint8.
 
     Raises
     ------
@@ -65,9 +66,9 @@ def native(name: str, array: Any) -> Any:
         If the library refuses (PyTorch: tensors that require gradients), or the array is on a
         device of another kind.
     """
-    bits = dtype_name(array) == "bfloat16"
+    bits = _BITS.get(dtype_name(array))
     if is_native(array):
-        return array.view(np.uint16) if bits else array
+        return array.view(np.uint16) if bits == "uint16" else array
     if getattr(array, "requires_grad", False):
         if _namespace(array).is_grad_enabled():
             raise UsageError(
@@ -77,7 +78,7 @@ def native(name: str, array: Any) -> Any:
         array = array.detach()
     try:
         if bits:
-            array = array.view(_namespace(array).uint16)
+            array = array.view(getattr(_namespace(array), bits))
         return _imported(name, array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):

@@ -28,6 +28,7 @@ from nbflow_kernels import op_registry
 from nbflow_kernels.arrays import check_writable, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.exchange.array_exchange import dtype_name, exported, is_array, native
+from nbflow_kernels.kv_cache.float8 import FLOAT8_NAMES
 
 _F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
 _HALF = ("float16", "bfloat16")
@@ -46,6 +47,8 @@ _FLOAT32_ROWS = {
     "merge_state_in_place": ("v", "v_other"),
     "merge_states": ("v",),
 }
+_CACHES = ("k", "v", "paged_kv_cache")
+"""Arguments of keys and values."""
 _QUERIES = ("q", "q_nope", "q_pe", "out", "sinks")
 """Arguments of attention that are widened from bfloat16; their kernels read float16."""
 _INDICES = re.compile(
@@ -106,6 +109,8 @@ class _Call:
     rounds_like: Any = None
     rounds_to: str = ""
     wide_integers: bool = False
+    float8: list[str] = field(default_factory=list)
+    """Formats of keys and values whose float8 NumPy lacks."""
     taken: dict[int, _Taken] = field(default_factory=dict)
 
     def take(self, name: str, value: Any) -> Any:
@@ -139,6 +144,8 @@ class _Call:
         memory = native(name, value)
         if memory is value:
             _ARRAYS.add(type(value))
+        elif dtype_name(value) in FLOAT8_NAMES and name in _CACHES:
+            self.float8.append(FLOAT8_NAMES[dtype_name(value)])
         dtype = "bfloat16" if dtype_name(value) == "bfloat16" else dtype_name(memory)
         if self.like is None:
             self.like = value
@@ -256,7 +263,10 @@ def _converted_call(rules: _Rules, args: tuple[Any, ...], kwargs: dict[str, Any]
     call = _Call(rules, arguments)
     used = {name: call.take(name, value) for name, value in arguments.items()}
     first = [used[name] for name in rules.parameters[: len(args)]]
-    result = rules.function(*first, **{name: used[name] for name in kwargs})
+    more = {name: used[name] for name in kwargs}
+    if call.float8 and "kv_format" in rules.parameters and used.get("kv_format") is None:
+        more["kv_format"] = f"{call.float8[0]}/{call.float8[-1]}"
+    result = rules.function(*first, **more)
     call.write_back()
     return call.give(result)
 

@@ -32,6 +32,8 @@ class Float8(NamedTuple):
 
 FLOAT8 = {"f8_e4m3": Float8(3, 7, 0x7E), "f8_e5m2": Float8(2, 15, 0x7B)}
 """Name of a cache format to its type."""
+FLOAT8_NAMES = {"float8_e4m3fn": "f8_e4m3", "float8_e5m2": "f8_e5m2"}
+"""Name of a dtype of other libraries to that of the cache format."""
 NAN_CODE = 0x7F
 
 

@@ -11,6 +11,7 @@ from nbflow_kernels.arrays import is_cuda
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.kv_cache.cpu_codec import BLOCK, BLOCK_BYTES, FIRST_BLOCK_KIND, KINDS, LAYOUTS
+from nbflow_kernels.kv_cache.float8 import FLOAT8_NAMES
 
 _DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 _FLOAT_NAMES = {
@@ -18,8 +19,7 @@ _FLOAT_NAMES = {
     "float16": "f16",
     "bfloat16": "bf16",
     "uint16": "bf16",  # its bits
-    "float8_e4m3fn": "f8_e4m3",
-    "float8_e5m2": "f8_e5m2",
+    **FLOAT8_NAMES,
 }
 
 

@@ -219,6 +219,19 @@ def test_arrays_that_do_not_fit_the_plan(
         wrapper.run(q, paged.cache)
 
 
+def test_a_float8_type_of_the_cache_is_its_format() -> None:
+    rng = np.random.default_rng(11)
+    paged, q = decode(dtype=np.float32)
+    codes = tuple(rng.integers(0, 0x7E, side.shape).astype(np.uint8) for side in paged.cache)
+    wrapper, named = BatchDecodeWithPagedKVCacheWrapper(), BatchDecodeWithPagedKVCacheWrapper()
+    plan_decode(wrapper, paged, kv_data_type="float8_e4m3fn")
+    plan_decode(named, paged, kv_format="f8_e4m3")
+    found = wrapper.run(q, codes, k_scale=0.01)
+    np.testing.assert_array_equal(found, named.run(q, codes, k_scale=0.01))
+    with pytest.raises(TypeError, match="paged_kv_cache in format f8_e4m3 must have dtype uint8"):
+        wrapper.run(q, paged.cache)
+
+
 def test_unknown_keywords_are_python_type_errors() -> None:
     paged, q = decode()
     both = {"q_data_type": "float32", "kv_data_type": "float16"}
