@@ -131,10 +131,12 @@ def bytes_table() -> str:
     from nbflow_kernels.formats.bit_fields import byte_rows
     from nbflow_kernels.formats.block_format import FieldFormat
     from nbflow_kernels.formats.ggml.iq_grids import GridFormat
+    from nbflow_kernels.formats.trellis import TrellisFormat
 
     names: dict[str, list[str]] = {}
     for name, known in FORMATS.built_in.items():
-        described = isinstance(known, FieldFormat) and not isinstance(known, GridFormat)
+        coded = isinstance(known, GridFormat | TrellisFormat)
+        described = isinstance(known, FieldFormat) and not coded
         if described and name != "tq1_0":  # base-3 digits
             rows = [f"| {at} | {n} | {text} |" for at, n, text in byte_rows(known.fields)]
             names.setdefault("\n".join(rows), []).append(f"`{name}`")

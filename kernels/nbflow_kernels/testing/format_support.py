@@ -5,6 +5,7 @@ from __future__ import annotations
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS, QuantFormat
 from nbflow_kernels.formats.floats import FloatFormat
+from nbflow_kernels.formats.trellis import TrellisFormat
 from nbflow_kernels.formats.user import UserFormat
 from nbflow_kernels.quantizers.registry import takes_importance
 
@@ -13,6 +14,7 @@ NO_INT8 = "int8 activations go with integer codes; a float format is multiplied 
 NO_IMPORTANCE = (
     "The published quantizer (reference) takes no importance weights; the quantizer search does."
 )
+NO_CUDA_SEARCH = "Paths through a trellis are searched in host memory; take to_device() after it."
 
 OPERATIONS: tuple[str, ...] = (
     "dequantize, row gather",
@@ -56,7 +58,7 @@ def cells(format: QuantFormat) -> list[str]:
         YES if format.takes_int8 else NO_INT8,
         _cache(format),
         YES,
-        YES,
+        NO_CUDA_SEARCH if isinstance(format, TrellisFormat) else YES,
     ]
 
 
