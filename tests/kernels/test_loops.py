@@ -111,6 +111,38 @@ def test_products_of_integers(rng: np.random.Generator, n_tokens: int, name: str
     assert np.array_equal(out, nk.qmatmul(x, w, activations="int8"))
 
 
+D_BYTES = {"q2_k": 80, "q3_k": 108, "q6_k": 208}
+"""Offset of a block's float16 `d`, and of `dmin`, two bytes further, in q2_k."""
+
+
+@pytest.mark.parametrize(
+    ("name", "n_tokens"), [("q2_k", 70), ("q3_k", 1), ("q3_k", 7), ("q3_k", 70), ("q6_k", 9)]
+)
+def test_products_of_sub_blocks_of_16(rng: np.random.Generator, n_tokens: int, name: str) -> None:
+    """Random bytes have every code and scale; the GEMM folds the scales of q2_k and q3_k in."""
+    K = 512
+    x = _normal(rng, n_tokens, K)
+    w = nk.quantize(_normal(rng, 37, K), name, quantizer="reference")
+    blocks = rng.integers(0, 256, (37 * K // 256, w.format.block_bytes), np.uint8)
+    at = D_BYTES[name]
+    width = 4 if name == "q2_k" else 2
+    blocks[:, at : at + width] = w.data.reshape(blocks.shape)[:, at : at + width]
+    w = nk.QuantTensor(name, w.shape, blocks.reshape(w.data.shape))
+    rows = Int8Rows.empty(n_tokens, K)
+    quantize_activations(x, rows)
+    form, whole = w.format.integer_form, w.format.integers(w.data)
+    assert whole.scales is not None
+    values, scales = whole.codes.astype(np.int32) - form.zero, whole.scales.astype(np.float32)
+    bases = np.zeros_like(scales)
+    if whole.m is not None and whole.mins is not None:
+        bases = -whole.m.repeat(16, 1) * whole.mins.astype(np.float32)
+    out = np.full((n_tokens, 37), np.nan, np.float32)
+    qmatmul_loops.int8_sub_blocks_of_16(
+        values, scales, whole.d, bases, rows.codes[:n_tokens], rows.scales, out
+    )
+    assert np.array_equal(out, nk.qmatmul(x, w, activations="int8"))
+
+
 @pytest.mark.parametrize("name", ["q8_0", "q6", "q5_0", "q4_0", "q3", "q2"])
 def test_codes_of_the_packed_layout(rng: np.random.Generator, name: str) -> None:
     w = nk.quantize(_normal(rng, 16, 64), name, quantizer="reference")

@@ -2,6 +2,7 @@
 """Measure the engine against llama.cpp on the same files, and write the rows to results/.
 
     python tools/measure/engine.py results/engine/MACHINE [--folder /tmp/models]
+    python tools/measure/engine.py results/engine/MACHINE --only "1.1b q6_k" --options "-n 0"
 
 Makes GGUF files with random weights (`nbflow.first_gpu_run.random_model`), runs `nbflow bench
 --peer llama.cpp` on each in a new process, and appends its rows to rows.jsonl, of which docs/ shows
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/nbflow-models"))
     parser.add_argument("--repeats", default="5")
     parser.add_argument("--only", default="", help="runs whose description contains this")
+    parser.add_argument("--options", default="", help="more options of nbflow bench: '-n 0'")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     facts = conditions()
@@ -83,7 +85,7 @@ def _measure(run: Run, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     if not file.exists():
         write(file, SHAPES[shape], format)
     peer = ["--peer", "llama.cpp"] if with_peer else []
-    command = ["nbflow", "bench", str(file), *options.split(), *peer]
+    command = ["nbflow", "bench", str(file), *options.split(), *arguments.options.split(), *peer]
     command += ["-r", arguments.repeats, "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "nbflow", *command[1:]], stdout=subprocess.PIPE, check=True

@@ -10,15 +10,18 @@ vectors; a tile is one value whose operations emit the R * T instructions.
 `starts(R, T, n, n_step, factor)`                     int32 sums: factor * n[t] in all lanes
 `dots(ints, w, w_step, x, x_step, bits)`              ints[r, t] + w[r] . x[t]: w 64 bytes, x 4
 `scaled(sums, ints, w, w_step, x, x_step)`            sums[r, t] + ints[r, t] * (w[r] * x[t])
-`based(sums, w, w_step, x, x_step, n, n_step)`        sums[r, t] + w[r] * (x[t] * n[t])
+`floats(ints)`                                        ints[r, t] as float32
+`add_by_row(sums, factors, w, w_step)`                sums[r, t] + factors[r, t] * w[r]
+`add_by_token(sums, factors, x, x_step)`              sums[r, t] + factors[r, t] * x[t]
 `add(a, b)`                                           lane by lane
 `store(addr, sums)`                                   write R * T vectors; r is the slower index
+`load_strided(R, T, addr, r_step, t_step)`            the vectors at addr + r_step * r + t_step * t
+`store_strided(addr, r_step, t_step, sums)`           write them there
 ====================================================  =============================================
 
 `w`, `x` and `n` are addresses of the first row group's or token's numbers, each followed by the
 distance in bytes to the next one's.  With a single row group, `w` may be the vector itself.
-Products and sums are fused, with one rounding, except ``w[r] * x[t]`` and ``x[t] * n[t]`` of
-`scaled` and `based`, which are rounded.
+Products and sums are fused, with one rounding; ``w[r] * x[t]`` of `scaled` is rounded.
 """
 
 from __future__ import annotations
@@ -194,21 +197,60 @@ def scaled(typing_context, sums, ints, w, w_step, x, x_step):
 
 
 @intrinsic
-def based(typing_context, sums, w, w_step, x, x_step, n, n_step):
-    """Return sums[r, t] + w[r] * (x[t] * n[t])."""
-    tile = _tile_of("based", sums, f32x16)
+def floats(typing_context, ints):
+    """Return ints[r, t] as float32."""
+    tile = _tile_of("floats", ints, i32x16)
+    result = Int8Tile(f32x16, tile.rows, tile.tokens)
 
     def codegen(context, builder, signature, args):
         emit = _Emit(context, builder, signature, args)
-        sums, w, w_step, x, x_step, n, n_step = emit.values
-        bases = emit.weights(tile, w, w_step, f32x16.llvm)
-        xs = []
-        for t in range(tile.tokens):
-            count = builder.sitofp(emit.load(n, n_step, t, I32), F32)
-            xs.append(emit.splat(builder.fmul(emit.load(x, x_step, t, F32), count)))
-        return emit.each(tile, sums, lambda r, t, old: emit.fma(bases[r], xs[t], old))
+        whole = emit.values[0]
 
-    return tile(sums, w, w_step, x, x_step, n, n_step), codegen
+        def one(r, t, old):
+            lanes = builder.extract_value(whole, r * tile.tokens + t)
+            return builder.sitofp(lanes, f32x16.llvm)
+
+        return emit.each(result, None, one)
+
+    return result(ints), codegen
+
+
+@intrinsic
+def add_by_row(typing_context, sums, factors, w, w_step):
+    """Return sums[r, t] + factors[r, t] * w[r]."""
+    tile = _tile_of("add_by_row", sums, f32x16)
+    _tile_of("add_by_row", factors, f32x16)
+
+    def codegen(context, builder, signature, args):
+        emit = _Emit(context, builder, signature, args)
+        sums, factors, w, w_step = emit.values
+        weights = emit.weights(tile, w, w_step, f32x16.llvm)
+
+        def one(r, t, old):
+            return emit.fma(builder.extract_value(factors, r * tile.tokens + t), weights[r], old)
+
+        return emit.each(tile, sums, one)
+
+    return tile(sums, factors, w, w_step), codegen
+
+
+@intrinsic
+def add_by_token(typing_context, sums, factors, x, x_step):
+    """Return sums[r, t] + factors[r, t] * x[t]."""
+    tile = _tile_of("add_by_token", sums, f32x16)
+    _tile_of("add_by_token", factors, f32x16)
+
+    def codegen(context, builder, signature, args):
+        emit = _Emit(context, builder, signature, args)
+        sums, factors, x, x_step = emit.values
+        xs = [emit.splat(emit.load(x, x_step, t, F32)) for t in range(tile.tokens)]
+
+        def one(r, t, old):
+            return emit.fma(builder.extract_value(factors, r * tile.tokens + t), xs[t], old)
+
+        return emit.each(tile, sums, one)
+
+    return tile(sums, factors, x, x_step), codegen
 
 
 @intrinsic
@@ -243,3 +285,42 @@ def store(typing_context, addr, sums):
         return context.get_dummy_value()
 
     return types.none(addr, sums), codegen
+
+
+def _address(builder: Any, addr: Any, row_step: Any, r: int, token_step: Any, t: int) -> Any:
+    return llvm.element(builder, llvm.element(builder, addr, row_step, r), token_step, t)
+
+
+@intrinsic(prefer_literal=True)
+def load_strided(typing_context, rows, tokens, addr, row_step, token_step):
+    """Return the tile of vectors at ``addr + row_step * r + token_step * t``."""
+    tile = _new("load_strided", f32x16, rows, tokens)
+
+    def codegen(context, builder, signature, args):
+        emit = _Emit(context, builder, signature, args)
+        _, _, addr, row_step, token_step = emit.values
+
+        def one(r, t, old):
+            at = _address(builder, addr, row_step, r, token_step, t)
+            return llvm.load(builder, at, f32x16.llvm)
+
+        return emit.each(tile, None, one)
+
+    return tile(rows, tokens, addr, row_step, token_step), codegen
+
+
+@intrinsic
+def store_strided(typing_context, addr, row_step, token_step, sums):
+    """Write the vectors of a tile to ``addr + row_step * r + token_step * t``."""
+    tile = _tile_of("store_strided", sums, f32x16)
+
+    def codegen(context, builder, signature, args):
+        emit = _Emit(context, builder, signature, args)
+        addr, row_step, token_step, sums = emit.values
+        for r in range(tile.rows):
+            for t in range(tile.tokens):
+                vector = builder.extract_value(sums, r * tile.tokens + t)
+                llvm.store(builder, vector, _address(builder, addr, row_step, r, token_step, t))
+        return context.get_dummy_value()
+
+    return types.none(addr, row_step, token_step, sums), codegen

@@ -218,10 +218,10 @@ def release(typing_context, addr):
     return types.none(addr), codegen
 
 
-def _emit_prefetch(builder, address):
-    """Emit the prefetch of a cache line into the second-level cache."""
-    read, keep, data = (ir.Constant(I32, n) for n in (0, 2, 1))
-    arguments = [llvm.pointer(builder, address, I8), read, keep, data]
+def _emit_prefetch(builder, address, write=0, keep=2):
+    """Emit the prefetch of a cache line, into the second-level cache if `keep` is 2."""
+    numbers = [ir.Constant(I32, n) for n in (write, keep, 1)]
+    arguments = [llvm.pointer(builder, address, I8), *numbers]
     llvm.call(builder, "llvm.prefetch.p0", ir.VoidType(), arguments)
 
 
@@ -231,6 +231,18 @@ def prefetch(typing_context, addr):
 
     def codegen(context, builder, signature, args):
         _emit_prefetch(builder, llvm.int64(context, builder, signature, args))
+        return context.get_dummy_value()
+
+    return types.none(addr), codegen
+
+
+@intrinsic
+def prefetch_write(typing_context, addr):
+    """Prefetch the cache line of an address that will be written."""
+
+    def codegen(context, builder, signature, args):
+        address = llvm.int64(context, builder, signature, args)
+        _emit_prefetch(builder, address, write=1, keep=3)
         return context.get_dummy_value()
 
     return types.none(addr), codegen

@@ -247,7 +247,8 @@ class CodecSpec:
     pairs: bool = False
     """Codes are 0..10 and stored as pair codes x + 11 * y, two weights in 7 bits."""
     scale_bits: int = 8
-    """4 if scales and mins are 0..15 and share a byte, else 8."""
+    """4 if scales and mins are 0..15 and share a byte, 6 if scales are -32..31 (without mins),
+    else 8."""
     d_type: str = "f16"
     """Type of `d` and `m`: "f16"; "f32"; "e8m0", a power of two, 2**-128 to 2**127; "e4m3", half of
     an unsigned float with 4 exponent bits (bias 7) and 3 mantissa bits; "u8", d = u / 1000 and

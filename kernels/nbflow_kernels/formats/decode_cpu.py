@@ -19,6 +19,8 @@ only the instructions of this layout, so features a format lacks cost nothing::
 `m_of(form, at, s)`               `m` likewise; -0, the additive identity, in formats without
 `scale_of(form, at, s, d)`        d times the integer scale of sub-block s, exact
 `base_of(form, at, s, m)`         m, or -m times the integer min of sub-block s, exact
+`folded(form, at, s, u)`          the integer scale of sub-block s times each value of code vector
+                                  u, plus `folded_zero`: bytes again
 `parameters(form, at, s)`         scale and base for `weight`, with -zero * scale folded into the
                                   base if that is exact
 `weight(form, u, j, scale, base)` column ``4 * v + j``, 16 float32: scale * value + base, rounded
@@ -267,7 +269,7 @@ class _Emit:
             both = self.load(place, 0, I8)
             low = builder.and_(both, self.splat(15, both.type))
             return builder.fmul(d, builder.uitofp(low, f32x16.llvm))
-        return builder.fmul(d, self.floats(place, 0, signed=form.scales == "i8"))
+        return builder.fmul(d, self.floats(place, 0, signed=form.scales in ("i6", "i8")))
 
     def _of_segment(self, at: Any, s: Any) -> Any:
         """Return the address of the integer scales of sub-block `s`."""
@@ -302,6 +304,18 @@ class _Emit:
         else:
             number = self.floats(place, 16 * form.segment_scales, signed=False)
         return builder.fmul(builder.fmul(m, self.splat(-1.0, f32x16.llvm)), number)
+
+    def folded(self, at: Any, s: Any, u: Any) -> Any:
+        """Return scale * value + folded_zero of a code vector of sub-block `s`, modulo 256."""
+        form, builder = self.form, self.builder
+        numbers = self.load(self._of_segment(at, s), 0, I8)
+        if form.scales == "u4":
+            numbers = builder.and_(numbers, self.splat(15, numbers.type))
+        lanes = [row for row in range(16) for _ in range(4)]
+        scales = llvm.shuffle(builder, numbers, numbers, lanes)
+        value = builder.sub(u, self.splat(form.zero, i8x64.llvm))
+        product = builder.mul(value, scales)
+        return builder.add(product, self.splat(form.folded_zero, i8x64.llvm))
 
     def weight(self, u: Any, j: Any, scale: Any, base: Any) -> Any:
         """Dequantize column `j` of a code vector."""
@@ -398,6 +412,9 @@ scale_of = _function(
 )
 base_of = _function(
     "base_of", f32x16, (_INT, _INT, f32x16), lambda emit, at, s, m: emit.base(at, s, m)
+)
+folded = _function(
+    "folded", i8x64, (_INT, _INT, i8x64), lambda emit, at, s, u: emit.folded(at, s, u)
 )
 parameters = _function("parameters", types.UniTuple(f32x16, 2), (_INT, _INT), _emit_parameters)
 weight = _function(

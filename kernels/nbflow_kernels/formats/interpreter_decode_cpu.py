@@ -115,11 +115,19 @@ def scale_of(form: Any, at: Any, s: Any, d: Vector) -> Vector:
     """Return d times the integer scale of a sub-block."""
     if form.scales == "none":
         return d
-    dtype = np.int8 if form.scales == "i8" else np.uint8
+    return d * _integer_scales(form, at, s).astype(np.float32)
+
+
+def _integer_scales(form: Any, at: Any, s: Any) -> Vector:
+    dtype = np.int8 if form.scales in ("i6", "i8") else np.uint8
     numbers = read(_of_segment(form, at, s), dtype, LANES)
-    if form.scales == "u4":
-        numbers = numbers & np.uint8(15)
-    return d * numbers.astype(np.float32)
+    return numbers & np.uint8(15) if form.scales == "u4" else numbers
+
+
+def folded(form: Any, at: Any, s: Any, u: Vector) -> Vector:
+    """Return the integer scale of a sub-block times each value, plus `folded_zero`."""
+    scales = _integer_scales(form, at, s).astype(np.int32).repeat(4)
+    return (scales * (u.astype(np.int32) - form.zero) + form.folded_zero).astype(np.uint8)
 
 
 def base_of(form: Any, at: Any, s: Any, m: Vector) -> Vector:

@@ -71,6 +71,8 @@ FIELDS: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
     8: tuple((v, 0, 8, v, 0) for v in range(8)),
 }
 """Code bits to bit fields of a unit: (code vector, first bit, width, word, bit offset in word)."""
+SCALE_RANGE = {"i8": (-128, 127), "i6": (-32, 31), "u8": (0, 255), "u4": (0, 15)}
+"""Lowest and highest integer scale by `CpuLayout.scales`."""
 D_BYTES = {"f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1, "u8": 1}
 
 
@@ -94,7 +96,7 @@ class CpuLayout:
     base: str
     """"none", "d" or "min", as in `CodecSpec`."""
     scales: str
-    """"none", "i8", "u8" or "u4"."""
+    """"none", "i8", "i6" (a byte too, in -32..31), "u8" or "u4"."""
     trellis: bool = False
     """True if the `bits` bits per weight are a bit stream of trellis states (`trellis_code`)."""
 
@@ -114,6 +116,23 @@ class CpuLayout:
         power_of_two = self.zero & (self.zero - 1) == 0
         exact = power_of_two or (self.d_type == "f16" and self.scales == "none")
         return self.base == "none" and exact
+
+    @property
+    def one_d(self) -> bool:
+        """True if integer scales multiply one `d` per packed block."""
+        return self.scales != "none" and self.block == self.d_block
+
+    @property
+    def folded_zero(self) -> int | None:
+        """Number that takes scale * value to 0..255 in sub-blocks of 16; None if no number does."""
+        looked_up = self.values is not None or self.trellis
+        if self.sub_block != 16 or looked_up or self.bits == PAIRS or not self.one_d:
+            return None
+        lowest, highest = -self.zero, (1 << self.bits) - 1 - self.zero
+        products = [
+            scale * code for scale in SCALE_RANGE[self.scales] for code in (lowest, highest)
+        ]
+        return -min(products) if max(products) - min(products) <= 255 else None
 
     @property
     def unit(self) -> int:
@@ -191,7 +210,9 @@ def packed_form(form: CodecSpec) -> CpuLayout:
     scales = "none"
     if form.scales:
         # formats with mins have nonnegative scales
-        scales = ("u4" if form.scale_bits == 4 else "u8") if form.base == "min" else "i8"
+        scales = "i6" if form.scale_bits == 6 else "i8"
+        if form.base == "min":
+            scales = "u4" if form.scale_bits == 4 else "u8"
     elif form.base == "min":
         raise UsageError('base "min" needs integer scales')
     return CpuLayout(
@@ -280,8 +301,8 @@ def pack(
         except Misfit as misfit:
             if misfit.field == "d_type":
                 packed = replace(packed, d_type="f32")
-            elif packed.scales == "i8":
-                packed = replace(packed, scales="u8")
+            elif packed.scales in ("i6", "i8"):
+                packed = replace(packed, scales="i8" if packed.scales == "i6" else "u8")
             else:
                 raise UsageError(f"weights cannot be packed: {misfit}") from None
 
@@ -364,7 +385,7 @@ def _scales_and_mins(form: CpuLayout, part: DecodedBlocks) -> list[NDArray[Any]]
     if form.scales == "none":
         return []
     assert part.scales is not None
-    low, high = {"i8": (-128, 127), "u8": (0, 255), "u4": (0, 15)}[form.scales]
+    low, high = SCALE_RANGE[form.scales]
     if part.scales.size and not low <= part.scales.min() <= part.scales.max() <= high:
         raise Misfit("scales", f"integer scales must lie in {low}..{high}")
     scales = part.scales.astype(np.uint8)

@@ -11,13 +11,44 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.cpu import jit, register_tiles_int8, simd, simd_int8
-from nbflow_kernels.cpu.simd_memory import prefetch
-from nbflow_kernels.formats.decode_cpu import base_of, codes, d_of, m_of, scale_of
+from nbflow_kernels.cpu.simd_memory import allocate, prefetch, prefetch_write, release
+from nbflow_kernels.formats.decode_cpu import base_of, codes, d_of, folded, m_of, scale_of
 from nbflow_kernels.formats.layout_cpu import CpuLayout
 from nbflow_kernels.matmul.cpu_packed_tiles import epilogue
-from nbflow_kernels.quantized_matmul.cpu_gemv_int8 import LINE, piece_vectors
+from nbflow_kernels.quantized_matmul.cpu_gemv_int8 import LINE
 
-TOKENS = 4  # of a register tile, with 2 row groups
+TOKENS = 4
+
+
+@jit.device_function
+def prefetch_tile(out, token, group):
+    """Prefetch the outputs of a tile: without, its writes wait for their cache lines."""
+    at = simd.address(out) + token * out.strides[0] + 64 * group
+    for _ in range(TOKENS):
+        prefetch_write(at)
+        prefetch_write(at + 64)
+        at += out.strides[0]
+
+
+@jit.device_function
+def write_tile(sums, bias, accumulate, out, token, n_tokens, group, n_groups):
+    """Write the outputs of a tile: sums, at an address, plus the bias, plus the old output."""
+    at = simd.address(out) + token * out.strides[0] + 64 * group
+    if token + TOKENS <= n_tokens and 16 * (group + 2) <= out.shape[1]:
+        total = register_tiles_int8.load_strided(2, TOKENS, sums, 64 * TOKENS, 64)
+        if len(bias):
+            bias_at = simd.address(bias) + 64 * group
+            added = register_tiles_int8.load_strided(2, TOKENS, bias_at, 64, 0)
+            total = register_tiles_int8.add(total, added)
+        if accumulate:
+            added = register_tiles_int8.load_strided(2, TOKENS, at, 64, out.strides[0])
+            total = register_tiles_int8.add(total, added)
+        register_tiles_int8.store_strided(at, 64, out.strides[0], total)
+        return
+    for g in range(n_groups):
+        for t in range(min(TOKENS, n_tokens - token)):
+            total_at = sums + 64 * (g * TOKENS + t)
+            epilogue(simd.load_f32(total_at), bias, accumulate, out, token + t, group + g)
 
 
 @functools.cache
@@ -25,83 +56,138 @@ def gemm(form: CpuLayout) -> Any:
     """Return the kernel for row groups [start, stop) and many rows of activations.
 
     The codes of two row groups are unpacked to bytes, then multiplied by `TOKENS` rows at a time,
-    while the next two are prefetched.
+    while the next two groups, and the outputs, are prefetched.
+
+    Where a sub-block's integer scale times its codes fits in bytes (q2_k, q3_k), the codes are
+    unpacked as these products: the dot product is then the sum over all 32 columns of a piece.
     """
-    vectors, has_base, zero = piece_vectors(form), form.base != "none", -form.zero
-    units, pieces = form.block // form.unit, form.unit // 4 // vectors
-    block_bytes = form.block_bytes
-    per_scale, block = form.sub_block // (4 * vectors), form.block
-    halves = 1 if vectors == 4 else 0
-    bits = form.operand_bits
-    lines = -(-2 * block_bytes // (units * pieces * LINE))  # prefetched per piece
+    halves, one_d, has_base = form.sub_block == 16, form.one_d, form.base != "none"
+    folds = form.folded_zero is not None
+    units, pieces, block_bytes = form.block // form.unit, form.block // 32, form.block_bytes
+    runs = 2 if halves and not folds else 1  # of columns of a piece that one dot product adds
+    vectors, sums_per_piece = 8 // runs, 2 if halves else 1
+    unit_vectors, per_scale = form.unit // 4, form.sub_block // 4
+    zero = form.folded_zero if folds else form.zero
+    per_start, shift, negative_zero = sums_per_piece // runs, sums_per_piece - 1, np.int32(-zero)
+    bits = 8 if folds else form.operand_bits
+    lines = -(-2 * block_bytes // (pieces * LINE))  # prefetched per piece
 
     @jit.kernel
     def kernel(x, n_tokens, scales, sums, packed, n_blocks, bias, accumulate, out, start, stop):
-        n_pieces = n_blocks * block // (4 * vectors)
-        w_step, s_step = n_pieces * vectors * 64, n_pieces * 64
-        code_buffer = np.empty(2 * w_step + 64, np.uint8)
-        scale_buffer = np.empty((4, n_pieces, 16), np.float32)
-        result = np.empty((2 * TOKENS, 16), np.float32)
-        x_step, d_step, n_step = x.strides[0], scales.strides[0], sums.strides[0]
+        n_pieces = n_blocks * pieces
+        n_padded = (n_tokens + TOKENS - 1) // TOKENS * TOKENS
+        starts = np.empty((n_padded, n_pieces * runs if zero else 0), np.int32)
+        weighted = np.empty((n_padded, n_pieces * sums_per_piece if has_base else 0), np.float32)
+        for t in range(n_padded):
+            for i in range(starts.shape[1]):
+                total_sum = sums[t, per_start * i]
+                if per_start == 2:
+                    total_sum += sums[t, 2 * i + 1]
+                starts[t, i] = negative_zero * total_sum
+            for i in range(weighted.shape[1]):
+                weighted[t, i] = scales[t, i >> shift] * np.float32(sums[t, i])
+        w_step, s_step, d_step = n_pieces * 512, n_pieces * runs * 64, n_blocks * 64
+        b_step = n_pieces * sums_per_piece * 64
+        memory = allocate(2 * (w_step + s_step + d_step + b_step) + 128 * TOKENS + 64)
+        w_base = (memory + 63) // 64 * 64
+        s_base = w_base + 2 * w_step
+        d_base = s_base + 2 * s_step
+        b_base = d_base + 2 * d_step
+        result = b_base + 2 * b_step
+        x_step, xs_step = x.strides[0], scales.strides[0]
+        n_step, y_step = starts.strides[0], weighted.strides[0]
+        one = simd.splat(1.0)
         for first in range(start, stop, 2):
-            # taken in the loop: an array lives until its last use by name
-            w_base = (simd.address(code_buffer) + 63) // 64 * 64
-            s_base = simd.address(scale_buffer)
-            b_base = s_base + 2 * n_pieces * 64
             n_groups = min(2, stop - first)
             for g in range(n_groups):
                 at = simd.address(packed) + (first + g) * n_blocks * block_bytes
-                w_at, s_at, b_at = w_base + g * w_step, s_base + g * s_step, b_base + g * s_step
+                w_at, s_at, b_at = w_base + g * w_step, s_base + g * s_step, b_base + g * b_step
+                d_at = d_base + g * d_step
                 for _ in range(n_blocks):
+                    if one_d:
+                        simd.store_f32(d_at, d_of(form, at, 0))
+                        d_at += 64
+                    v = 0
                     for unit in range(units):
-                        for p in range(pieces):
-                            s = (unit * pieces + p) // per_scale
-                            simd.store_f32(s_at, scale_of(form, at, s, d_of(form, at, s)))
+                        for i in range(unit_vectors):
+                            s = v // per_scale
+                            u = codes(form, at, unit, i)
+                            if folds:
+                                u = folded(form, at, s, u)
+                            simd_int8.store_bytes(w_at, u)
+                            w_at += 64
+                            v += 1
+                    for s in range(pieces * sums_per_piece):
+                        sub = s if halves else 8 * s // per_scale
+                        if not folds:
+                            d = one if halves and one_d else d_of(form, at, sub)
+                            simd.store_f32(s_at, scale_of(form, at, sub, d))
                             s_at += 64
-                            if has_base:
-                                simd.store_f32(b_at, base_of(form, at, s, m_of(form, at, s)))
-                                b_at += 64
-                            for v in range(vectors):
-                                u = codes(form, at, unit, p * vectors + v)
-                                simd_int8.store_bytes(w_at, u)
-                                w_at += 64
+                        if has_base:
+                            simd.store_f32(b_at, base_of(form, at, sub, m_of(form, at, sub)))
+                            b_at += 64
                     at += block_bytes
             if n_groups == 1:
-                w_step = s_step = 0
+                w_step = s_step = d_step = b_step = 0
             for token in range(0, n_tokens, TOKENS):
                 x_at = simd.address(x) + token * x_step
-                d_at = simd.address(scales) + token * d_step
-                n_at = simd.address(sums) + token * n_step
+                xs_at = simd.address(scales) + token * xs_step
+                n_at = simd.address(starts) + token * n_step
+                y_at = simd.address(weighted) + token * y_step
                 total = register_tiles_int8.zeros(2, TOKENS)
                 bases = register_tiles_int8.zeros(2, TOKENS)
-                w_at = w_base
+                w_at, s_at, d_at, b_at = w_base, s_base, d_base, b_base
+                prefetch_tile(out, token, first)
                 next_at = simd.address(packed) + (first + 2) * n_blocks * block_bytes
-                for piece in range(n_pieces):
-                    if token == 0:
-                        for line in range(lines):
-                            prefetch(next_at + LINE * (lines * piece + line))
-                    ints = register_tiles_int8.starts(2, TOKENS, n_at + 4 * piece, n_step, zero)
-                    for v in range(vectors):
-                        ints = register_tiles_int8.dots(
-                            ints, w_at + 64 * v, w_step, x_at + 4 * v, x_step, bits
-                        )
-                    x_scale = d_at + 4 * (piece >> halves)
-                    total = register_tiles_int8.scaled(
-                        total, ints, s_base + 64 * piece, s_step, x_scale, d_step
-                    )
-                    if has_base:
-                        bases = register_tiles_int8.based(
-                            bases, b_base + 64 * piece, s_step, x_scale, d_step,
-                            n_at + 4 * piece, n_step,
-                        )  # fmt: skip
-                    w_at += 64 * vectors
-                    x_at += 4 * vectors
+                for _ in range(n_blocks):
+                    inner = register_tiles_int8.zeros(2, TOKENS) if one_d and halves else total
+                    for _ in range(pieces):
+                        if token == 0:
+                            for line in range(lines):
+                                prefetch(next_at + LINE * line)
+                            next_at += LINE * lines
+                        for t in range(TOKENS):
+                            prefetch(x_at + (TOKENS + t) * x_step)
+                        part = register_tiles_int8.zeros(2, TOKENS)
+                        for run in range(runs):
+                            ints = register_tiles_int8.starts(
+                                2, TOKENS, n_at + 4 * run, n_step, zero != 0
+                            )
+                            for _ in range(vectors):
+                                ints = register_tiles_int8.dots(
+                                    ints, w_at, w_step, x_at, x_step, bits
+                                )
+                                w_at += 64
+                                x_at += 4
+                            if folds:
+                                part = register_tiles_int8.floats(ints)
+                            elif halves:
+                                part = register_tiles_int8.add_by_row(
+                                    part, register_tiles_int8.floats(ints), s_at, s_step
+                                )
+                            else:
+                                inner = register_tiles_int8.scaled(
+                                    inner, ints, s_at, s_step, xs_at, xs_step
+                                )
+                            s_at += 64
+                        if halves:
+                            inner = register_tiles_int8.add_by_token(inner, part, xs_at, xs_step)
+                        if has_base:
+                            for _ in range(sums_per_piece):
+                                bases = register_tiles_int8.outer(bases, b_at, b_step, y_at, y_step)
+                                b_at += 64
+                                y_at += 4
+                        xs_at += 4
+                        n_at += 4 * runs
+                    if one_d and halves:
+                        total = register_tiles_int8.add_by_row(total, inner, d_at, d_step)
+                        d_at += 64
+                    else:
+                        total = inner
                 if has_base:
                     total = register_tiles_int8.add(total, bases)
-                register_tiles_int8.store(simd.address(result), total)
-                for g in range(n_groups):
-                    for t in range(min(TOKENS, n_tokens - token)):
-                        one = simd.load_f32(simd.address(result) + 64 * (g * TOKENS + t))
-                        epilogue(one, bias, accumulate, out, token + t, first + g)
+                register_tiles_int8.store(result, total)
+                write_tile(result, bias, accumulate, out, token, n_tokens, first, n_groups)
+        release(memory)
 
     return kernel

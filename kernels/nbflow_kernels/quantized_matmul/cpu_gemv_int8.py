@@ -1,13 +1,22 @@
 """CPU GEMV of block formats (q4_0, q4_k, ...) with int8 activations, 1, 4 or 8 rows at a time.
 
-A *piece* is the columns that share one weight scale and one activation scale: 32, or 16 where
-sub-blocks have no more.  Its products are added as integers, exactly; then, in float32,
+A *piece* is 32 columns, which share one activation scale x.  Products of codes of one sub-block are
+added as integers, exactly; then, in float32,
 
-    total = fma(integer sum of (code - zero) * q, scale * d, total)      piece after piece
-    bases = fma(base, d * sum of q, bases)                               the same, with a base
+    total = fma(integer sum of (code - zero) * q, scale * x, total)      piece after piece
+    bases = fma(base, x * sum of q, bases)                               the same, with a base
 
-and the result is total + bases, plus the bias, plus the old output.  The order is the same for one
-row or many, for any number of threads and on any processor.  As plain loops: `loops.int8`.
+Sub-blocks of 16 columns (q2_k, q3_k, q6_k) halve the pieces.  With i0 and i1 the integer sums, s0
+and s1 the scales of the halves,
+
+    inner = fma(fma(i1, s1, i0 * s0), x, inner)                          piece after piece
+    total = fma(inner, d, total)                                         block after block
+
+where integer scales share a `d`: then s0 and s1 are integers and the sum in the middle is exact
+(below 2 ** 24) however it is computed.  Without, s0 and s1 include d, and total is inner.
+
+The result is total + bases, plus the bias, plus the old output.  The order is the same for one row
+or many, for any number of threads and on any processor.  As plain loops: `loops.int8`.
 """
 
 from __future__ import annotations
@@ -28,7 +37,7 @@ LINE = 64  # bytes of a cache line
 
 
 def piece_vectors(form: CpuLayout) -> int:
-    """Return the code vectors (of 4 columns) in a piece."""
+    """Return the code vectors (of 4 columns) that a dot product of the GEMV adds."""
     return min(form.sub_block, 32) // 4
 
 
@@ -40,11 +49,13 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
     Weights are read as one stream, prefetched `PREFETCH_BYTES` ahead: the instructions of two to
     four pieces fill the processor's reorder window, so that its own loads are seldom early enough.
     """
-    vectors, has_base, zero = piece_vectors(form), form.base != "none", np.int32(-form.zero)
-    units, pieces = form.block // form.unit, form.unit // 4 // vectors
-    block_bytes = form.block_bytes
-    per_scale, several_d = form.sub_block // (4 * vectors), form.block != form.d_block
-    halves, bits = 1 if vectors == 4 else 0, form.operand_bits
+    halves, one_d, has_base = form.sub_block == 16, form.one_d, form.base != "none"
+    shift, negative_zero = 1 if halves else 0, np.int32(-form.zero)
+    units, pieces, block_bytes = form.block // form.unit, form.unit // 32, form.block_bytes
+    runs = 2 if halves else 1  # sub-blocks of a piece
+    vectors, per_scale = 8 // runs, form.sub_block // 4
+    several_d = form.block != form.d_block
+    bits = form.operand_bits
     share = block_bytes // (units * pieces)  # bytes prefetched with each piece
     lines = -(-share // LINE)
 
@@ -52,57 +63,73 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
     def kernel(x, n_tokens, scales, sums, packed, n_blocks, bias, accumulate, out, start, stop):
         n_pieces = n_blocks * units * pieces
         n_padded = (n_tokens + tokens - 1) // tokens * tokens
-        starts = np.empty((n_padded, n_pieces), np.int32)
-        weighted = np.empty((n_padded, n_pieces), np.float32)
+        starts = np.empty((n_padded, n_pieces * runs), np.int32)
+        weighted = np.empty((n_padded, n_pieces * runs), np.float32)
         for t in range(n_padded):
-            for i in range(n_pieces):
-                starts[t, i] = zero * sums[t, i]
-                weighted[t, i] = scales[t, i >> halves] * np.float32(sums[t, i])
+            for i in range(n_pieces * runs):
+                starts[t, i] = negative_zero * sums[t, i]
+                weighted[t, i] = scales[t, i >> shift] * np.float32(sums[t, i])
         result = np.empty((tokens, 16), np.float32)
-        x_step, d_step, n_step = x.strides[0], scales.strides[0], 4 * n_pieces
+        x_step, xs_step = x.strides[0], scales.strides[0]
+        n_step, y_step = starts.strides[0], weighted.strides[0]
+        one = simd.splat(1.0)
         for group in range(start, stop):
             for first in range(0, n_tokens, tokens):
                 at = simd.address(packed) + group * n_blocks * block_bytes
-                x_at, d_at = simd.address(x) + first * x_step, simd.address(scales) + first * d_step
-                starts_at = simd.address(starts) + first * n_step
-                weighted_at = simd.address(weighted) + first * n_step
+                x_at = simd.address(x) + first * x_step
+                xs_at = simd.address(scales) + first * xs_step
+                n_at = simd.address(starts) + first * n_step
+                y_at = simd.address(weighted) + first * y_step
                 total = bases = register_tiles_int8.zeros(1, tokens)
-                piece = 0
                 ahead = at + PREFETCH_BYTES if first == 0 else at
                 for _ in range(n_blocks):
+                    inner = register_tiles_int8.zeros(1, tokens) if one_d and halves else total
                     d, m = d_of(form, at, 0), m_of(form, at, 0)
                     for unit in range(units):
                         for p in range(pieces):
                             prefetch_lines(ahead, lines)
                             ahead += share
-                            s = (unit * pieces + p) // per_scale
-                            if several_d:
-                                d, m = d_of(form, at, s), m_of(form, at, s)
-                            ints = register_tiles_int8.starts(
-                                1, tokens, starts_at + 4 * piece, n_step, 1
-                            )
-                            for v in range(vectors):
-                                u = codes(form, at, unit, p * vectors + v)
-                                ints = register_tiles_int8.dots(
-                                    ints, u, 0, x_at + 4 * v, x_step, bits
+                            part = register_tiles_int8.zeros(1, tokens)
+                            for run in range(runs):
+                                s = (8 * (unit * pieces + p) + run * vectors) // per_scale
+                                if several_d:
+                                    d, m = d_of(form, at, s), m_of(form, at, s)
+                                ints = register_tiles_int8.starts(1, tokens, n_at, n_step, 1)
+                                for v in range(vectors):
+                                    u = codes(form, at, unit, 8 * p + run * vectors + v)
+                                    ints = register_tiles_int8.dots(
+                                        ints, u, 0, x_at + 4 * v, x_step, bits
+                                    )
+                                if halves:
+                                    scale = scale_of(form, at, s, one if one_d else d)
+                                    part = register_tiles_int8.add_by_row(
+                                        part, register_tiles_int8.floats(ints), scale, 0
+                                    )
+                                else:
+                                    inner = register_tiles_int8.scaled(
+                                        inner, ints, scale_of(form, at, s, d), 0, xs_at, xs_step
+                                    )
+                                if has_base:
+                                    base = base_of(form, at, s, m)
+                                    bases = register_tiles_int8.outer(bases, base, 0, y_at, y_step)
+                                x_at += 4 * vectors
+                                n_at += 4
+                                y_at += 4
+                            if halves:
+                                inner = register_tiles_int8.add_by_token(
+                                    inner, part, xs_at, xs_step
                                 )
-                            scale, x_scale = scale_of(form, at, s, d), d_at + 4 * (piece >> halves)
-                            total = register_tiles_int8.scaled(
-                                total, ints, scale, 0, x_scale, d_step
-                            )
-                            if has_base:
-                                base = base_of(form, at, s, m)
-                                bases = register_tiles_int8.outer(
-                                    bases, base, 0, weighted_at + 4 * piece, n_step
-                                )
-                            x_at += 4 * vectors
-                            piece += 1
+                            xs_at += 4
+                    if one_d and halves:
+                        total = register_tiles_int8.add_by_row(total, inner, d, 0)
+                    else:
+                        total = inner
                     at += block_bytes
                 if has_base:
                     total = register_tiles_int8.add(total, bases)
                 register_tiles_int8.store(simd.address(result), total)
                 for t in range(min(tokens, n_tokens - first)):
-                    one = simd.load_f32(simd.address(result) + 64 * t)
-                    epilogue(one, bias, accumulate, out, first + t, group)
+                    sums_of = simd.load_f32(simd.address(result) + 64 * t)
+                    epilogue(sums_of, bias, accumulate, out, first + t, group)
 
     return kernel

@@ -94,6 +94,7 @@ def use_address(array, out):  # type: ignore[no-untyped-def]
 @jit.kernel
 def use_memory(f, i, b, out):  # type: ignore[no-untyped-def]
     simd_memory.prefetch(f)
+    simd_memory.prefetch_write(out)
     simd_memory.prefetch_lines(f, 2)
     simd_memory.write_f32(out, simd_memory.read_f32(f + 4))
     simd_memory.write_f32(out + 4, simd_memory.read_f16(b + 2))
@@ -173,16 +174,20 @@ def use_tiles_int8(f, i, b, out):  # type: ignore[no-untyped-def]
     ints = register_tiles_int8.starts(2, 3, i, 4, -8)
     ints = register_tiles_int8.dots(ints, b, 64, b + 256, 8, 8)
     scaled = register_tiles_int8.scaled(sums, ints, f + 192, 64, f + 320, 4)
-    based = register_tiles_int8.based(scaled, f + 256, 64, f + 320, 4, i + 128, 4)
+    whole = register_tiles_int8.floats(ints)
+    based = register_tiles_int8.add_by_row(scaled, whole, f + 256, 64)
+    based = register_tiles_int8.add_by_token(based, sums, f + 320, 4)
     register_tiles_int8.store(out + 384, scaled)
     register_tiles_int8.store(out + 768, register_tiles_int8.add(based, scaled))
     one = register_tiles_int8.outer(
         register_tiles_int8.zeros(1, 2), simd.load_f32(f + 192), 0, f + 320, 4
     )
-    whole = register_tiles_int8.starts(1, 2, i, 4, 1)
-    whole = register_tiles_int8.dots(whole, simd_int8.load_bytes(b), 0, b + 256, 8, 8)
-    one = register_tiles_int8.scaled(one, whole, simd.load_f32(f + 256), 0, f + 320, 4)
+    single = register_tiles_int8.starts(1, 2, i, 4, 1)
+    single = register_tiles_int8.dots(single, simd_int8.load_bytes(b), 0, b + 256, 8, 8)
+    one = register_tiles_int8.scaled(one, single, simd.load_f32(f + 256), 0, f + 320, 4)
     register_tiles_int8.store(out + 1152, one)
+    moved = register_tiles_int8.load_strided(2, 3, f + 192, 64, 128)
+    register_tiles_int8.store_strided(out + 1280, 192, 64, moved)
 
 
 @jit.kernel
@@ -306,7 +311,7 @@ def use_accumulators(f, i, b, out):  # type: ignore[no-untyped-def]
 def use_form(form: CpuLayout) -> Any:
     """Return a kernel that uses all functions that read packed weights of a form."""
     vectors, per_scale = form.unit // 4, form.sub_block // 4
-    units = form.block // form.unit
+    units, folds = form.block // form.unit, form.folded_zero is not None
 
     @jit.kernel
     def kernel(packed, out):  # type: ignore[no-untyped-def]
@@ -318,6 +323,8 @@ def use_form(form: CpuLayout) -> Any:
                 simd_int8.store_bytes(out, u)
                 simd.store_f32(out + 64, decode_cpu.scale_of(form, packed, s, d))
                 simd.store_f32(out + 128, decode_cpu.base_of(form, packed, s, m))
+                if folds:
+                    simd_int8.store_bytes(out + 64, decode_cpu.folded(form, packed, s, u))
                 scale, base = decode_cpu.parameters(form, packed, s)
                 simd.store_f32(out + 192, decode_cpu.weight(form, u, v % 4, scale, base))
                 out += 256

@@ -92,6 +92,23 @@ def test_one_quantization_serves_several_products_in_one_call_each():
     assert len(seen.calls) == 1
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "q2_k"])
+def test_sub_blocks_of_16_have_the_same_bits_in_gemv_and_gemm(name):
+    """A row alone, and among 33 or 9: scales folded into codes, and d per sub-block."""
+    rng = np.random.default_rng(7)
+    x = rng.standard_normal((9, 512), dtype=np.float32)
+    w = quantize(rng.standard_normal((37, 512), dtype=np.float32), name, quantizer="reference")
+    n = 33 if name == "q2_k" else 9
+    x = np.resize(x, (n, 512))
+    old, bias = rng.standard_normal((n, 37), np.float32), rng.standard_normal(37, np.float32)
+    whole = old.copy()
+    qmatmul(x, w, bias=bias, accumulate=True, activations="int8", out=whole)
+    for row in (0, n - 1):
+        one = old[row : row + 1].copy()
+        qmatmul(x[row : row + 1], w, bias=bias, accumulate=True, activations="int8", out=one)
+        assert np.array_equal(one[0], whole[row])
+
+
 def test_a_row_has_the_same_bits_in_any_batch():
     """Every kernel and tile: GEMV of 1, 4 and 8 rows at a time, once and repeated, and GEMM."""
     rng = np.random.default_rng(6)
@@ -107,17 +124,18 @@ def test_a_row_has_the_same_bits_in_any_batch():
     assert cpu.int8_kernel(form, 33) is cpu_gemm_int8.gemm(form)
 
 
-FORMATS = ("q8_0", "q3h")  # 8-bit codes, and pairs of codes
+# 8-bit codes, pairs of codes, scales folded into codes
+FORMATS = ("q8_0", "q3h", "q3_k")
 
 
 def digest() -> str:
     """Return the digest of some products, in this process."""
     rng = np.random.default_rng(5)
-    x = rng.standard_normal((5, 200), dtype=np.float32)
+    x = rng.standard_normal((9, 256), dtype=np.float32)
     found = hashlib.sha256()
     for name in FORMATS:
-        w = quantize(rng.standard_normal((33, 200), dtype=np.float32), name, quantizer="reference")
-        for some in (x, x[:1]):
+        w = quantize(rng.standard_normal((33, 256), dtype=np.float32), name, quantizer="reference")
+        for some in (x, x[:5], x[:1]):
             found.update(qmatmul(some, w, activations="int8").tobytes())
     return found.hexdigest()
 

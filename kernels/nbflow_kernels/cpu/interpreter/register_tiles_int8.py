@@ -62,14 +62,21 @@ def scaled(sums: Int8Tile, ints: Int8Tile, w: Any, w_step: Any, x: Any, x_step: 
     return _each(sums, lambda r, t: simd.fma(whole[r, t], scales[r] * xs[t], sums[r, t]))
 
 
-def based(
-    sums: Int8Tile, w: Any, w_step: Any, x: Any, x_step: Any, n: Any, n_step: Any
-) -> Int8Tile:
-    """Return sums[r, t] + w[r] * (x[t] * n[t])."""
-    bases = _weights(sums, w, w_step, np.float32)
-    counts = read_at_steps(n, n_step, sums.shape[1], np.int32, 1).astype(np.float32)
-    xs = read_at_steps(x, x_step, sums.shape[1], np.float32, 1) * counts
-    return _each(sums, lambda r, t: simd.fma(bases[r], xs[t].repeat(LANES), sums[r, t]))
+def floats(ints: Int8Tile) -> Int8Tile:
+    """Return ints[r, t] as float32."""
+    return ints.astype(np.float32)
+
+
+def add_by_row(sums: Int8Tile, factors: Int8Tile, w: Any, w_step: Any) -> Int8Tile:
+    """Return sums[r, t] + factors[r, t] * w[r]."""
+    weights = _weights(sums, w, w_step, np.float32)
+    return _each(sums, lambda r, t: simd.fma(factors[r, t], weights[r], sums[r, t]))
+
+
+def add_by_token(sums: Int8Tile, factors: Int8Tile, x: Any, x_step: Any) -> Int8Tile:
+    """Return sums[r, t] + factors[r, t] * x[t]."""
+    xs = read_at_steps(x, x_step, sums.shape[1], np.float32, 1)
+    return _each(sums, lambda r, t: simd.fma(factors[r, t], xs[t].repeat(LANES), sums[r, t]))
 
 
 def add(a: Int8Tile, b: Int8Tile) -> Int8Tile:
@@ -80,3 +87,18 @@ def add(a: Int8Tile, b: Int8Tile) -> Int8Tile:
 def store(addr: Any, sums: Int8Tile) -> None:
     """Write the vectors to an address."""
     write(addr, sums)
+
+
+def load_strided(rows: int, tokens: int, addr: Any, row_step: Any, token_step: Any) -> Int8Tile:
+    """Return the tile of vectors at addr + row_step * r + token_step * t."""
+    lines = [
+        read_at_steps(addr + row_step * r, token_step, tokens, np.float32, LANES)
+        for r in range(rows)
+    ]
+    return np.stack(lines)
+
+
+def store_strided(addr: Any, row_step: Any, token_step: Any, sums: Int8Tile) -> None:
+    """Write the vectors to addr + row_step * r + token_step * t."""
+    for r, t in np.ndindex(*sums.shape[:2]):
+        write(addr + row_step * r + token_step * t, sums[r, t])

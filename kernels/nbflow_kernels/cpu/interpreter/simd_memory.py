@@ -111,6 +111,10 @@ def prefetch(addr):
     """Do nothing."""
 
 
+def prefetch_write(addr):
+    """Do nothing."""
+
+
 def prefetch_lines(addr: Any, n: int) -> None:
     """Do nothing."""
 

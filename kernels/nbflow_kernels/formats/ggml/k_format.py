@@ -42,7 +42,9 @@ class KQuantFormat(FieldFormat):
         bits, scale = self.fields["code"].bits, self.fields["scale"]
         sub_block = SUPER // scale.n
         if "min" not in self.fields:
-            return CodecSpec(SUPER, sub_block, bits, zero=1 << bits - 1, scales=True)
+            scale_bits = 6 if scale.bits == 6 else 8
+            zero = 1 << bits - 1
+            return CodecSpec(SUPER, sub_block, bits, zero, scales=True, scale_bits=scale_bits)
         return CodecSpec(
             SUPER, sub_block, bits, scales=True, base="min", scale_bits=4 if scale.bits == 4 else 8
         )
