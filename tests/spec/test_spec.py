@@ -414,8 +414,8 @@ def test_neither_a_path_nor_a_name() -> None:
         resolve("tiny_pyhton")
     assert str(caught.value) == (
         "unknown model 'tiny_pyhton'; did you mean 'tiny_python' or 'tiny_python_draft' or "
-        "'tiny_python_hybrid'? 'nbflow spec --list' lists all names; or give the path of a folder or a weight file that "
-        "exists"
+        "'tiny_python_hybrid'? 'nbflow spec --list' lists all names; or give the path of a folder "
+        "or a weight file that exists"
     )
 
 
