@@ -78,11 +78,14 @@ def _few_bits(rows: list[Row]) -> str:
             )
         ]
         total = sum(row["kld_mean_nats"] for row in parts if row is not None)
-        cells += [_nats(both), f"{total:.5f}" if both is not None and None not in parts else ""]
+        if quantized is not None:
+            cells += [_nats(both), f"{total:.5f}" if both is not None and None not in parts else ""]
         body.append(cells)
     first, last = windows[0], windows[-1]
     head = [
         "keys/values", f"{first} tokens, plain", "rotated", f"{last} tokens, plain", "rotated",
-        "before RoPE", f"{quantized} weights, {last}, rotated", "sum of both alone",
+        "before RoPE",
     ]  # fmt: skip
+    if quantized is not None:
+        head += [f"{quantized} weights, {last}, rotated", "sum of both alone"]
     return markdown(head, body)

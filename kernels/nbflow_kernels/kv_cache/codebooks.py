@@ -95,7 +95,8 @@ def decode_codebook(rows: NDArray[np.uint8], name: str) -> NDArray[np.float64]:
     codes = _fields(blocks[:, SCALE_BYTES:low_end], low_bits)
     if book.bits > low_bits:
         codes = codes | _fields(blocks[:, low_end:], book.bits - low_bits) << low_bits
-    values: NDArray[np.float64] = scale * book.levels[codes]
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        values: NDArray[np.float64] = scale * book.levels[codes]
     return values.reshape(*rows.shape[:-1], -1)
 
 

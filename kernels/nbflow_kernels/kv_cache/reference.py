@@ -24,7 +24,8 @@ def encode(rows: np.ndarray, dtype: Any, kv_format: str | None) -> np.ndarray:
     if kv_format in CODEBOOKS:
         return encode_codebook(rows, kv_format)
     flat = quantize(rows.reshape(-1, rows.shape[-1]), kv_format, quantizer="reference")
-    return flat.data.view(dtype).reshape(*rows.shape[:-1], -1)
+    stored: np.ndarray = flat.data.view(dtype).reshape(*rows.shape[:-1], -1)
+    return stored
 
 
 def decode(rows: np.ndarray, kv_format: str | None, head_dim: int | None) -> np.ndarray:
