@@ -326,3 +326,15 @@ def test_memory_is_shared_both_ways() -> None:
     array = _normal(3)
     assert np.shares_memory(native("x", Foreign(array)), array)
     assert np.shares_memory(exported(array, Foreign(array)).array, array)
+
+
+def test_methods_with_fixed_options_take_any_array() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((5, 2, 32)).astype(np.float32) for _ in range(3))
+    wrapper = nk.BatchPrefillWithRaggedKVCacheWrapper()
+    rows = np.array([0, 5], np.int32)
+    wrapper.plan(rows, rows, 2, 2, 32)
+    wanted = wrapper.run(q, k, v, return_lse=True)
+    found = wrapper.run_return_lse(*foreign((q, k, v)))
+    assert isinstance(found[0], Foreign)
+    assert _leaves(unwrapped(found)) == _leaves(wanted)

@@ -214,6 +214,10 @@ def public(name: str, value: Any) -> Any:
             for member, function in list(vars(base).items()):
                 if inspect.isfunction(function) and (member == "__init__" or member[0] != "_"):
                     setattr(base, member, _wrapped(function, family, name))
+                elif isinstance(function, functools.partialmethod):  # holds the bare function
+                    whole = _wrapped(function.func, family, name)
+                    more = functools.partialmethod(whole, *function.args, **function.keywords)
+                    setattr(base, member, more)
     return value
 
 
