@@ -16,7 +16,7 @@ from typing import Any
 from nbflow.checkpoint.quantization_config import KEY as QUANTIZATION
 from nbflow.spec.architecture import LAYER_KINDS, LayerKind
 from nbflow.spec.fields import FIELDS, LAYER_FIELDS, check_field
-from nbflow.spec.formula import check_formula
+from nbflow.spec.formula import FUNCTIONS, check_formula
 from nbflow.spec.plugin_ops import TENSOR_NAME
 from nbflow.spec.tensor_names import FUSED, LINEARS, TENSOR_NAMES
 from nbflow.utils.toml_schema import check_keys, check_value, read_toml, strings
@@ -307,7 +307,7 @@ def config_keys(family: Family) -> list[str]:
     encoder = encoder_of(family)
     if encoder is not None:
         names += config_keys(encoder)
-    return sorted({name.split(".")[0] for name in names} - {ALWAYS, STORED, "sqrt"})
+    return sorted({name.split(".")[0] for name in names} - {ALWAYS, STORED, *FUNCTIONS})
 
 
 def check_fields(table: Any, where: str) -> dict[str, Any]:

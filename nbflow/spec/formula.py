@@ -19,6 +19,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+_OF_TWO: dict[str, Callable[[Any, Any], Any]] = {"min": min, "max": max}
+FUNCTIONS = ("sqrt", *_OF_TWO)
 MAX_LENGTH = 200
 _MOST = 2**63 - 1
 
@@ -49,8 +51,8 @@ def evaluate(formula: str, where: str, value_of: Callable[[str], Any]) -> float 
     Parameters
     ----------
     formula : str
-        Numbers, names, ``+ - * / // %``, ``sqrt(...)``, brackets; a dot in a name goes into a
-        table.
+        Numbers, names, ``+ - * / // %``, ``sqrt(a)``, ``min(a, b)``, ``max(a, b)``, brackets; a
+        dot in a name goes into a table.
     where : str
         Begins the error messages.
     value_of : callable
@@ -82,18 +84,17 @@ def evaluate(formula: str, where: str, value_of: Callable[[str], Any]) -> float 
             return math.nan if value is None else value
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](walk(node.left), walk(node.right))
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id == "sqrt"
-            and len(node.args) == 1
-        ):
-            return math.sqrt(walk(node.args[0]))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+            name, values = node.func.id, [walk(argument) for argument in node.args]
+            if name == "sqrt" and len(values) == 1:
+                return math.sqrt(values[0])
+            if name in _OF_TWO and len(values) == 2:
+                return math.nan if any(map(math.isnan, values)) else _OF_TWO[name](*values)
         raise wrong
 
     wrong = UsageError(
         f"{where}: not a formula: {formula!r:.80}; it may have numbers, fields and keys, "
-        "+ - * / // %, sqrt(...) and brackets"
+        "+ - * / // %, sqrt(a), min(a, b), max(a, b) and brackets"
     )
     if len(formula) > MAX_LENGTH:
         raise UsageError(f"{where}: a formula may have at most {MAX_LENGTH} characters")

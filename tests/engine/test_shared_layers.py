@@ -9,15 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import nbflow
+from nbflow.checkpoint import open_weights
 from nbflow.distributed.plan import make_plan
 from nbflow.planner.planned_model import planned_model
 from nbflow.planner.stage_cost import RankWork
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import kv_token_bytes
 from nbflow.program.partition import carried_layers
-from nbflow.spec import resolve
+from nbflow.spec import check, resolve
+from nbflow.spec.formula import evaluate
 from nbflow_kernels.errors import UsageError
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
@@ -128,3 +131,26 @@ def test_keys_with_a_bias_end_contexts_where_some_would_be_left_out(tmp_path):
         resolve(changed(tmp_path / "moe", "doge", is_moe=True))
     with pytest.raises(UsageError, match="dynamic_mask_keys goes without logits_soft_cap"):
         dataclasses.replace(spec, logits_soft_cap=5.0)
+
+
+def test_empty_tensors_are_not_missed(tmp_path):
+    """transformers stores the matrices of no shared experts as matrices without rows."""
+    folder = changed(tmp_path, "doge")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"model.layers.0.mlp.shared.weight": np.zeros((0, 4), np.float32)}, path)
+    with open_weights(folder) as file:
+        check(resolve(folder).spec, file)
+    save_file(tensors | {"model.layers.0.mlp.shared.weight": np.zeros((1, 4), np.float32)}, path)
+    with open_weights(folder) as file, pytest.raises(UsageError, match="unused"):
+        check(resolve(folder).spec, file)
+
+
+def test_least_and_greatest_in_formulas():
+    """ERNIE 4.5: the last layer with experts may be stated beyond the last layer."""
+    numbers = {"n": 4, "last": 27}
+    assert evaluate("max(0, n - 1 - last)", "here", numbers.get) == 0
+    assert evaluate("min(n, last)", "here", numbers.get) == 4
+    assert evaluate("max(n, missing)", "here", numbers.get) is None
+    with pytest.raises(UsageError, match="not a formula"):
+        evaluate("max(n)", "here", numbers.get)

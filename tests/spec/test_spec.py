@@ -466,7 +466,7 @@ n_heads = {{ keys = ["h"] }}
         ('head_dim = "x"', r'must be a table, e\.g\. \{ keys = \["x"\] \}, got'),
         ('head_dim = { keys = "x" }', r'must be a list of strings, e\.g\. \["x"\], got'),
         ('head_dim = { formula = "a //" }', "not a formula: 'a //'; it may have numbers"),
-        ('head_dim = { formula = "min(a, b)" }', "not a formula"),
+        ('head_dim = { formula = "round(a, b)" }', "not a formula"),
         ("[structure]\nhead_dim = 4\n[config]", "Cannot declare|Cannot overwrite"),
         ('[biases]\nalways = ["attn.qkv"]', "name the parts of attn.qkv: attn.q, attn.k, attn.v"),
         ("[structure]\nnorm = layer", "Invalid value .*: norm = layer; words are written in q"),
