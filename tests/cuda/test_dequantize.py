@@ -18,10 +18,11 @@ from nbflow_kernels.formats.bit_fields import bit_sources, pack_blocks
 from nbflow_kernels.formats.block_bytes import get_f16, put_f16
 from nbflow_kernels.formats.block_format import BlockFormat
 from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
+from nbflow_kernels.formats.trellis import TrellisFormat
 from nbflow_kernels.quantizers.reference import codebook
 
 pytestmark = pytest.mark.compiler
-QUANTIZERS = list(nk.FORMATS)
+QUANTIZERS = [n for n, f in nk.FORMATS.items() if not isinstance(f, TrellisFormat)]
 # signed, bytes as parameters, pairs, levels in the middle, two planes; the others differ in numbers
 EMULATED = ("f16", "bf16", "q8_b32t2", "q4_b16", "q3h_b64t1", "q3_b32t1b", "q6_b64t1")
 # GGML's three kinds with one scale, and the two of K-quants: ranges, and codes around zero
@@ -167,7 +168,7 @@ def _check_quantizer(name: str, cupy: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [n for n in QUANTIZERS if isinstance(nk.FORMATS[n], BlockFormat)])
+@pytest.mark.parametrize("name", [n for n in BLOCKS if isinstance(nk.FORMATS[n], BlockFormat)])
 def test_bits_of_blocks_come_from_the_numbers(name: str) -> None:
     """Kernels and the NumPy packing function make the same bits."""
     fields = nk.FORMATS[name].fields  # type: ignore[attr-defined]
@@ -203,6 +204,9 @@ def test_what_has_no_quantizer_there_says_so(
         nk.UsageError, match=r"no quantizer 'search' .*; it has quantizer='reference'"
     ):
         nk.quantize(x, "q4")
+    for quantizer in ("reference", "search"):
+        with pytest.raises(nk.UsageError, match="q2t_b256 has no quantizer on a CUDA device"):
+            nk.quantize(x, "q2t", quantizer=quantizer)
     with pytest.raises(nk.UsageError, match="importance and outliers"):
         nk.quantize(x, "q4", quantizer="reference", outliers=0.01)
     with pytest.raises(nk.UsageError, match="quantize_block does not compile for CUDA"):

@@ -211,11 +211,12 @@ def test_units_take_the_bits_of_the_storage_layout() -> None:
     # pairs of 11 bits (q5h) are two codes of 6 bits
     wider = {"q4_k": 0.125, "q5_k": 0.125, "q3_k": 0.125, "iq4_xs": 0.0625, "q5h_b64t1": 0.5}
     for name in BLOCK_FORMATS:
-        if not name.startswith(("iq1", "iq2", "iq3", "tq1")):
+        if not name.startswith(("iq1", "iq2", "iq3", "tq1", "q2t", "q3t", "q4t")):
             got = unit_form(FORMATS[name].integer_form).bits_per_weight
             assert got == FORMATS[name].bits_per_weight + wider.get(name, 0), name
     assert unit_form(FORMATS["iq2_xxs"].integer_form).bits_per_weight == 3.3125
     assert unit_form(FORMATS["tq1_0"].integer_form).bits_per_weight == 2.0625
+    assert unit_form(FORMATS["q2t"].integer_form).bits_per_weight == 8.0625  # codes of a byte
 
 
 def test_the_layout_pads_rows_to_16_and_columns_to_128() -> None:

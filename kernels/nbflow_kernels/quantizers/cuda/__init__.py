@@ -49,16 +49,16 @@ def quantize(x: Any, format: QuantFormat, quantizer: str) -> Any:
     UsageError
         If the format has no such quantizer on CUDA devices.
     """
+    if isinstance(format, TrellisFormat):
+        raise UsageError(
+            f"{format.name} has no quantizer on a CUDA device; quantize in host memory and take "
+            "to_device()"
+        )
     # a float or user format has one quantizer under both names
     if quantizer != "reference" and not isinstance(format, FloatFormat | UserFormat):
         raise UsageError(
             f"{format.name} has no quantizer {quantizer!r} on a CUDA device; "
             "it has quantizer='reference'; quantize in host memory and take to_device()"
-        )
-    if isinstance(format, TrellisFormat):
-        raise UsageError(
-            f"{format.name} has no quantizer on a CUDA device; quantize in host memory and take "
-            "to_device()"
         )
     device = cuda.device_of(x)
     n_blocks = format.row_blocks(x.shape[1])
