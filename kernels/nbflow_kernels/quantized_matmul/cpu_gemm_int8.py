@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.cpu import jit, register_tiles_int8, simd, simd_int8
-from nbflow_kernels.cpu.simd_memory import allocate, prefetch, prefetch_write, release
+from nbflow_kernels.cpu.simd_memory import allocate, prefetch, prefetch_write, release, write_f32
 from nbflow_kernels.formats.decode_cpu import base_of, codes, d_of, folded, m_of, scale_of
 from nbflow_kernels.formats.layout_cpu import CpuLayout
 from nbflow_kernels.matmul.cpu_packed_tiles import epilogue
@@ -76,26 +76,35 @@ def gemm(form: CpuLayout) -> Any:
     def kernel(x, n_tokens, scales, sums, packed, n_blocks, bias, accumulate, out, start, stop):
         n_pieces = n_blocks * pieces
         n_padded = (n_tokens + TOKENS - 1) // TOKENS * TOKENS
-        starts = np.empty((n_padded, n_pieces * runs if zero else 0), np.int32)
-        weighted = np.empty((n_padded, n_pieces * sums_per_piece if has_base else 0), np.float32)
-        for t in range(n_padded):
-            for i in range(starts.shape[1]):
-                total_sum = sums[t, per_start * i]
-                if per_start == 2:
-                    total_sum += sums[t, 2 * i + 1]
-                starts[t, i] = negative_zero * total_sum
-            for i in range(weighted.shape[1]):
-                weighted[t, i] = scales[t, i >> shift] * np.float32(sums[t, i])
         w_step, s_step, d_step = n_pieces * 512, n_pieces * runs * 64, n_blocks * 64
         b_step = n_pieces * sums_per_piece * 64
-        memory = allocate(2 * (w_step + s_step + d_step + b_step) + 128 * TOKENS + 64)
+        n_step = n_pieces * runs * 4 if zero else 0
+        y_step = n_pieces * sums_per_piece * 4 if has_base else 0
+        n_bytes = 2 * (w_step + s_step + d_step + b_step) + 128 * TOKENS
+        memory = allocate(n_bytes + n_padded * (n_step + y_step) + 128)  # quicker than arrays
         w_base = (memory + 63) // 64 * 64
         s_base = w_base + 2 * w_step
         d_base = s_base + 2 * s_step
         b_base = d_base + 2 * d_step
         result = b_base + 2 * b_step
+        starts = result + 128 * TOKENS
+        weighted = starts + n_padded * n_step + 64
+        to = starts
+        for t in range(n_padded if zero else 0):
+            for i in range(n_pieces * runs):
+                total_sum = sums[t, per_start * i]
+                if per_start == 2:
+                    total_sum += sums[t, 2 * i + 1]
+                simd.store_i32(
+                    to, simd.splat_i32(negative_zero * total_sum)
+                )  # the first lane stays
+                to += 4
+        to = weighted
+        for t in range(n_padded if has_base else 0):
+            for i in range(n_pieces * sums_per_piece):
+                write_f32(to, scales[t, i >> shift] * np.float32(sums[t, i]))
+                to += 4
         x_step, xs_step = x.strides[0], scales.strides[0]
-        n_step, y_step = starts.strides[0], weighted.strides[0]
         one = simd.splat(1.0)
         for first in range(start, stop, 2):
             n_groups = min(2, stop - first)
@@ -132,8 +141,8 @@ def gemm(form: CpuLayout) -> Any:
             for token in range(0, n_tokens, TOKENS):
                 x_at = simd.address(x) + token * x_step
                 xs_at = simd.address(scales) + token * xs_step
-                n_at = simd.address(starts) + token * n_step
-                y_at = simd.address(weighted) + token * y_step
+                n_at = starts + token * n_step
+                y_at = weighted + token * y_step
                 total = register_tiles_int8.zeros(2, TOKENS)
                 bases = register_tiles_int8.zeros(2, TOKENS)
                 w_at, s_at, d_at, b_at = w_base, s_base, d_base, b_base
