@@ -119,15 +119,19 @@ def scale_of(form: Any, at: Any, s: Any, d: Vector) -> Vector:
 
 
 def _integer_scales(form: Any, at: Any, s: Any) -> Vector:
-    dtype = np.int8 if form.scales in ("i6", "i8") else np.uint8
-    numbers = read(_of_segment(form, at, s), dtype, LANES)
-    return numbers & np.uint8(15) if form.scales == "u4" else numbers
+    if form.scales in ("i6", "i8"):
+        return read(_of_segment(form, at, s), np.int8, LANES)
+    low: Vector = read(_of_segment(form, at, s), np.uint8, LANES) & np.uint8(
+        15 if form.scales == "u4" else 255
+    )
+    return low
 
 
 def folded(form: Any, at: Any, s: Any, u: Vector) -> Vector:
     """Return the integer scale of a sub-block times each value, plus `folded_zero`."""
     scales = _integer_scales(form, at, s).astype(np.int32).repeat(4)
-    return (scales * (u.astype(np.int32) - form.zero) + form.folded_zero).astype(np.uint8)
+    products: Vector = scales * (u.astype(np.int32) - form.zero) + form.folded_zero
+    return products.astype(np.uint8)
 
 
 def base_of(form: Any, at: Any, s: Any, m: Vector) -> Vector:

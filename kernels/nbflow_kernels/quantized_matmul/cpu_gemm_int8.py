@@ -62,12 +62,13 @@ def gemm(form: CpuLayout) -> Any:
     unpacked as these products: the dot product is then the sum over all 32 columns of a piece.
     """
     halves, one_d, has_base = form.sub_block == 16, form.one_d, form.base != "none"
-    folds = form.folded_zero is not None
+    folded_zero = form.folded_zero
+    folds = folded_zero is not None
     units, pieces, block_bytes = form.block // form.unit, form.block // 32, form.block_bytes
     runs = 2 if halves and not folds else 1  # of columns of a piece that one dot product adds
     vectors, sums_per_piece = 8 // runs, 2 if halves else 1
     unit_vectors, per_scale = form.unit // 4, form.sub_block // 4
-    zero = form.folded_zero if folds else form.zero
+    zero = form.zero if folded_zero is None else folded_zero
     per_start, shift, negative_zero = sums_per_piece // runs, sums_per_piece - 1, np.int32(-zero)
     bits = 8 if folds else form.operand_bits
     lines = -(-2 * block_bytes // (pieces * LINE))  # prefetched per piece
