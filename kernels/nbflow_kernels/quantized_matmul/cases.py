@@ -88,9 +88,10 @@ FORMS = (
     *("q8_b32t1", "q8", "q6", "q5", "q5_b32t1", "q5_0", "q4", "q4_b64t1", "q4_b16", "q4_0"),
     *("q3h", "q3", "q2"),
 )
-GGML_FORMS = (
+LARGE_BLOCK_FORMS = (
     *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4"),
     *("iq3_s", "iq3_xxs", "iq2_s", "iq2_xxs", "iq1_m", "iq1_s", "tq2_0", "q2_0", "q1_0"),
+    *("q2t", "q3t", "q4t"),
 )
 _TIMED = ("q8_0", "q4_0", "q4_k", "q8", "q4", "q3h")
 _BOTH = ("f32", "int8")
@@ -112,8 +113,8 @@ _PROMPTS = (("q4_k", 512), ("q4_k", 1536), ("q8_0", 512), ("bf16", 512), ("bf16"
 CASES = [
     *(_case(f"{f}_one_row", 1, 37, 200, f, activations=a) for a in _BOTH for f in FORMS),
     *(_case(f"{f}_odd", 7, 37, 200, f, bias=True, activations=a) for a in _BOTH for f in FORMS),
-    *(_case(f"{f}_one_row", 1, 37, 600, f, bias=True) for f in GGML_FORMS),
-    *(_case(f"{f}_odd", 6, 37, 600, f, activations="int8") for f in GGML_FORMS),
+    *(_case(f"{f}_one_row", 1, 37, 600, f, bias=True) for f in LARGE_BLOCK_FORMS),
+    *(_case(f"{f}_odd", 6, 37, 600, f, activations="int8") for f in LARGE_BLOCK_FORMS),
     *(_case(f"{f}_one_row", 1, 37, 203, f, bias=True) for f in _FLOATS),
     *(_case(f"{f}", 3, 5, 24, f) for f in _FLOATS),
     *(_case(f"{f}_ragged", 17, 37, 203, f, bias=True) for f in _FLOATS),

@@ -120,7 +120,7 @@ def test_columns_of_wider_arrays():
 
 def test_every_form_of_a_format_has_a_case():
     forms = {FORMATS[name].name: packed_form(FORMATS[name].integer_form) for name in BLOCK_FORMATS}
-    tested = {forms[FORMATS[name].name] for name in (*cases.FORMS, *cases.GGML_FORMS)}
+    tested = {forms[FORMATS[name].name] for name in (*cases.FORMS, *cases.LARGE_BLOCK_FORMS)}
     missing = [name for name, form in forms.items() if form not in tested]
     assert missing == []
 
