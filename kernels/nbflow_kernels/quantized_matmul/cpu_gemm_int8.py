@@ -82,7 +82,7 @@ def gemm(form: CpuLayout) -> Any:
         n_step = n_pieces * runs * 4 if zero else 0
         y_step = n_pieces * sums_per_piece * 4 if has_base else 0
         n_bytes = 2 * (w_step + s_step + d_step + b_step) + 128 * TOKENS
-        memory = allocate(n_bytes + n_padded * (n_step + y_step) + 128)  # quicker than arrays
+        memory = allocate(n_bytes + n_padded * (n_step + y_step) + 128)
         w_base = (memory + 63) // 64 * 64
         s_base = w_base + 2 * w_step
         d_base = s_base + 2 * s_step
