@@ -1,4 +1,4 @@
-"""Tables of docs/quantization.md: what the gain of quantized weights is worth."""
+"""Tables of docs/quantization.md: the gain of quantized weights, and a pretrained encoder."""
 
 from __future__ import annotations
 
@@ -44,3 +44,22 @@ def drift() -> str:
         for name in dict.fromkeys(row["weights"] for row in rows)
     ]
     return markdown(["format", *QUANTIZERS], body)
+
+
+def pretrained() -> str:
+    """Return drift and retrieval agreement of a pretrained encoder in every format."""
+    file = max((RESULTS / "pretrained").glob("*/minilm.jsonl"))
+    rows = latest(file, "weights", "quantizer")
+    found = {(r["weights"], r["quantizer"]): r for r in rows}
+    body = []
+    for name in dict.fromkeys(row["weights"] for row in rows):
+        plain, best = (found[name, quantizer] for quantizer in QUANTIZERS[:2])
+        body.append([
+            f"`{name}`", number(best["bits_per_weight"]), f"{plain['drift']:.4f}",
+            f"{best['drift']:.4f} ± {best['drift_stderr']:.4f}",
+            f"{100 * best['top1_share']:.0f} ± {100 * best['top1_share_stderr']:.0f}",
+            f"{100 * best['top10_share']:.1f} ± {100 * best['top10_share_stderr']:.1f}",
+        ])  # fmt: skip
+    head = ["format", "bits/weight", "drift, reference", "drift, search", "same nearest (%)",
+            "ten nearest kept (%)"]  # fmt: skip
+    return markdown(head, body)

@@ -24,7 +24,7 @@ from board_table import board_table  # noqa: E402
 from device_budgets import budgets  # noqa: E402
 from experiment_tables import TABLES as EXPERIMENTS  # noqa: E402
 from experiment_tables import figure  # noqa: E402
-from gain_tables import drift, gain  # noqa: E402
+from gain_tables import drift, gain, pretrained  # noqa: E402
 from gemv_table import gemv  # noqa: E402
 from kv_cache_tables import kv_cache, kv_cache_figure, kv_rotation  # noqa: E402
 from launch_table import launches  # noqa: E402
@@ -281,7 +281,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/tolerances.md": {"tolerances": tolerances_table},
     "docs/experiments.md": EXPERIMENTS,
-    "docs/quantization.md": {"gain": gain, "gain, encoder": drift},
+    "docs/quantization.md": {"gain": gain, "gain, encoder": drift, "pretrained": pretrained},
     "docs/board.md": {"board": board_table},
     "docs/reproduce.md": {"published": published_tables, "runs": recorded_runs},
     "docs/kvcache.md": {
