@@ -71,7 +71,7 @@ class ModelSpec(Architecture):
     def as_dict(self) -> dict[str, Any]:
         """Return the spec as plain data, for JSON and hashing."""
         data = asdict(self)
-        for key in ("biases", "full_layers", "unrotated_layers"):
+        for key in ("biases", "full_layers", "unrotated_layers", "rotated_cache"):
             data[key] = sorted(data[key])
         if self.encoder is not None:
             data["encoder"] = self.encoder.as_dict()

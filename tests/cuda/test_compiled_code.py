@@ -19,6 +19,7 @@ from nbflow_kernels.norm import cuda as norm
 from nbflow_kernels.position import cuda as position
 from nbflow_kernels.quantized_matmul import cuda_gemm_wgmma
 from nbflow_kernels.sparse import cuda as sparse
+from nbflow_kernels.state_format import F32
 from nbflow_kernels.state_space import cuda as state_space
 
 pytestmark = pytest.mark.compiler
@@ -63,8 +64,8 @@ def test_hot_kernels_move_16_bytes_at_once_and_keep_rows_in_registers(name: str)
     "kernel",
     [
         sparse._sparse_matmul, logits._soft_cap, norm._linear, position._alibi,
-        norm._gated_instance(256, 2, True, True), linear_attention._instance(16),
-        state_space._instance(32, 4, False), state_space._instance(16, 1, True),
+        norm._gated_instance(256, 2, True, True), linear_attention._instance(16, F32),
+        state_space._instance(32, 4, False, F32), state_space._instance(16, 1, True, F32),
         activation._kernel("xielu", "", True, XIELU),
     ],
     ids=repr,

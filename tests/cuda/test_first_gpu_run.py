@@ -164,7 +164,7 @@ def test_a_random_model_with_experts(tmp_path: Path, gguf: Any) -> None:
         assert np.isfinite(model.logits([1, 5, 9])).all()
 
 
-def test_a_random_hybrid(tmp_path: Path) -> None:
+def test_a_random_hybrid(tmp_path: Path, gguf: Any) -> None:
     write(tmp_path / "model.gguf", SHAPES["tiny-hybrid"], "q8_0")
     found = {t.name: t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     assert found["blk.0.ssm_in.weight"].shape.tolist() == [64, 2 * 128 + 2 * 32 + 2]

@@ -152,6 +152,9 @@ VALUES: dict[str, Any] = {
     "return_lse_base_on_e": True,
     "q_len_per_req": 2,
     "head_dim_qk": 16,
+    "key_cos_sin": normal(np.random.default_rng(1), LENS[0], D),
+    "key_interleave": True,
+    "key_bias": normal(np.random.default_rng(2), G, D),
 }
 VALUES |= {  # of the prompt and of the decode rows
     f"{name}_{part}": VALUES[name]

@@ -328,6 +328,8 @@ def make_plan(
     if key_cos_sin is not None:
         check_key_rope(key_cos_sin, heads[2], kv_lens)
         plan.set_key_rope(key_cos_sin, key_interleave)
+    elif key_interleave:
+        raise UsageError("key_interleave is for key_cos_sin, the rotations of keys; give both")
     plan_into(plan, qo_indptr, kv_indptr, kv_indices, kv_lens)
     return plan
 

@@ -34,7 +34,7 @@ def prefetch_tile(out, token, group):
 def write_tile(sums, bias, accumulate, out, token, n_tokens, group, n_groups):
     """Write the outputs of a tile: sums, at an address, plus the bias, plus the old output."""
     at = simd.address(out) + token * out.strides[0] + 64 * group
-    if token + TOKENS <= n_tokens and 16 * (group + 2) <= out.shape[1]:
+    if n_groups == 2 and token + TOKENS <= n_tokens and 16 * (group + 2) <= out.shape[1]:
         total = register_tiles_int8.load_strided(2, TOKENS, sums, 64 * TOKENS, 64)
         if len(bias):
             bias_at = simd.address(bias) + 64 * group

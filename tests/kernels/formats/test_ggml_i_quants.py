@@ -77,7 +77,8 @@ def without_nan(y: np.ndarray) -> np.ndarray:
 
 
 def test_these_are_all():
-    assert [n for n, format in FORMATS.items() if isinstance(format, BlockFormat)] == NAMES
+    found = {n: f for n, f in FORMATS.items() if isinstance(f, BlockFormat)}
+    assert [n for n, format in found.items() if not format.integer_form.trellis] == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
