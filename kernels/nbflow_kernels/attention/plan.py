@@ -30,6 +30,7 @@ from nbflow_kernels.attention.plan_layout import (
 )
 from nbflow_kernels.cpu.parallel_for import get_num_threads
 from nbflow_kernels.cpu.simd_memory import address_of
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import alibi_slopes
 
 MAX_THREADS = 1024
