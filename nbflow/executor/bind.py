@@ -103,9 +103,7 @@ class MatmulOp:
             self._rows = self._rows or self.executor.int8_rows(*self._x.shape)
             quantized.quantize_activations(self._x, self._rows)
 
-    def launch(
-        self, weight: Any, bias: np.ndarray | None, accumulate: bool, out: np.ndarray
-    ) -> None:
+    def launch(self, weight: Any, bias: Any, accumulate: bool, out: np.ndarray) -> None:
         """Launch the product with one weight."""
         if not isinstance(weight, QuantTensor):
             floats.matmul(self._x, weight, bias, accumulate, out)
@@ -346,10 +344,9 @@ class Binder:
         step = self.attention.of(op)
         _, _, D_qk, D_vo = step.plan.heads
         q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
-        storage = step.storage
-        keys, values = storage.layers[kv_layer(op)]
+        keys, values = step.storage.layers[kv_layer(op)]
+        kinds = step.storage.kinds_of(kv_layer(op))
         with capture() as attends:
-            kinds = storage.kinds_of(kv_layer(op))
             launch.attend(step.plan, q, keys, values, out, None, kinds)
         calls = [dataclasses.replace(c, n_rows=step.n_shares) for c in attends.calls]
         if step.merges:
@@ -562,9 +559,8 @@ class Binder:
         combine(x, self._to_device(scales), self._to_device(rows), accumulate, out)
 
     def _soft_cap(self, op: Op, index: int) -> BoundOp:
-        soft_cap = self._kernels("logits").soft_cap
         x, out = self.view(op.inputs[0]), self.view(op.out)
-        return self._captured(op, soft_cap, x, op.attrs["cap"], out)
+        return self._captured(op, self._kernels("logits").soft_cap, x, op.attrs["cap"], out)
 
     # ---- communication ------------------------------------------------------------------------
 
@@ -589,8 +585,8 @@ class Binder:
     def _all_gather(self, op: Op, index: int) -> BoundOp:
         group = self._group(op)
         x, out, widths = self.view(op.inputs[0]), self.view(op.out), op.attrs["widths"]
-        gather = functools.partial(group.Allgather_columns, x, out, widths)
-        return self._communication(op, group, gather)
+        call = functools.partial(group.Allgather_columns, x, out, widths)
+        return self._communication(op, group, call)
 
     def _send(self, op: Op, index: int) -> BoundOp:
         x, comm = self.view(op.inputs[0]), self._world()
