@@ -12,7 +12,7 @@ A file ``tables/ID.toml`` has
 ``[within]``
     Metric -> relative difference up to which a number agrees.
 ``[[rows]]``
-    ``name``; ``load``: options of `nbflow.load`; ``file``: name of a checkpoint that somebody else
+    ``name``; ``load``: options of `nbflow.load`; ``file``: name of a checkpoint that another tool
     quantized, instead of the model; ``published``: metric -> value; ``stderr``: metric -> standard
     error; ``differs``: why the row cannot agree with nbflow, if it cannot.
 """
