@@ -60,7 +60,8 @@ from nbflow_kernels import FORMATS
 
 WEIGHTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
 CACHES = ("f16", "q8_0", "q5_0", "q4_0")
-PARTITIONS = ("0", "0;1", "0&1", "0/1")
+PARTITIONS = ("0", "0;1", "0&1")
+"""Without replicas, whose decode time `time_both` cannot separate from their prompts."""
 BATCHES = (1, 8)
 LIMITS = (0.003, 0.01, 0.03, 0.1, 0.3)
 PROMPT, GENERATE = 64, 16
