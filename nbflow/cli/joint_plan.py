@@ -120,6 +120,8 @@ def run_joint(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "--max-kld chooses weights and cache: name candidates with --formats and --kv-formats"
         )
+    if arguments.shares is not None:
+        raise UsageError("--shares is for a --partition without --max-kld; leave one of them out")
     batch = arguments.batch or "1"
     if not batch.isdecimal():
         raise UsageError(f"--max-kld plans for one --batch, got {batch!r}")
@@ -157,7 +159,15 @@ def _sensitivity(arguments: argparse.Namespace) -> Sensitivity:
         caches = [kv_formats(name)[0].name for name in caches]
     path = None if arguments.sensitivity is None else Path(arguments.sensitivity)
     if path is not None and path.exists():
-        return read_sensitivity(path).restricted(weights, caches)
+        known = read_sensitivity(path)
+        for name, given in (("quantizer", arguments.quantizer), ("n_tokens", arguments.tokens)):
+            if given is not None and given != known.facts[name]:
+                option = "tokens" if name == "n_tokens" else name
+                raise UsageError(
+                    f"{path} was measured with --{option} {known.facts[name]}, got {given}; name "
+                    "another file to measure again"
+                )
+        return known.restricted(weights, caches)
     probe = DivergenceProbe(arguments.model, arguments.text, n_tokens=arguments.tokens or 2048)
     known = measure_sensitivity(
         arguments.model, weights or WEIGHTS.split(","), caches or CACHES.split(","), probe,

@@ -147,7 +147,8 @@ def test_mixtures_are_interpolated_between_formats() -> None:
 
 def test_files_of_sensitivities(tmp_path: Path) -> None:
     known, path = small_sensitivity(small_model()), tmp_path / "s.json"
-    known = dataclasses.replace(known, uniform=dict.fromkeys(FORMATS, 0.1))
+    facts = {"model": "m", "quantizer": "search", "n_tokens": 256, "window": 64}
+    known = dataclasses.replace(known, uniform=dict.fromkeys(FORMATS, 0.1), facts=facts)
     known.write(path)
     assert read_sensitivity(path) == known
     assert list(known.restricted(["q8_b32t2"], ["f16"]).keys) == ["f16"]
@@ -160,6 +161,7 @@ def test_files_of_sensitivities(tmp_path: Path) -> None:
         ("slopes", {first: float("nan")}, "must be finite"),
         ("shapes", {first: 3}, "not a sensitivity file"),
         ("slopes", {}, "tables differ"),
+        ("facts", {"model": "m"}, "its facts lack quantizer"),
     ):
         path.write_text(json.dumps({**content, name: value}))
         with pytest.raises(UsageError, match=message):
@@ -216,6 +218,9 @@ def test_command_plans_and_writes_the_sweep_that_checks_it(tmp_path: Path, capsy
     for wrong, message in (
         (["--weights", "q4", "--max-kld", 1], "name candidates with --formats"),
         (["--batch", "1,8", "--max-kld", 1], "plans for one --batch, got '1,8'"),
+        ([*words[1:], "--tokens", 512], "was measured with --tokens 256, got 512"),
+        ([*words[1:], "--quantizer", "hqq"], "was measured with --quantizer reference, got hqq"),
+        (["--shares", "memory", "--max-kld", 1], "--shares is for a --partition without"),
         (["--vram", "24,x", "--max-kld", 1], "GiB of each rank, e.g. 24,24, got 'x'"),
         (["--vram", "24", "--ranks", 2], "--ranks 2 and --vram 24 disagree"),
         (["--machine", "rtx4090", "--formats", "q4"], "--formats is for --max-kld X; give both"),

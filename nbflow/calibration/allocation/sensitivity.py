@@ -46,6 +46,7 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers.gptq import output_errors
 
 ROWS = 4096  # quantized per pass
+FACTS = ("model", "quantizer", "n_tokens", "window")
 VERSION = 1
 """Version of the file; others are measured again."""
 EXACT_KV = "f32"
@@ -164,6 +165,9 @@ def read_sensitivity(path: str | os.PathLike[str]) -> Sensitivity:
         )
     except (TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{where}: not a sensitivity file: {error}") from error
+    missing = [name for name in FACTS if name not in found.facts]
+    if missing:
+        raise UsageError(f"{where}: its facts lack {missing[0]}; remove it to measure again")
     matrices = {frozenset(found.shapes), frozenset(found.errors), frozenset(found.slopes)}
     if len(matrices) != 1 or len({frozenset(e) for e in found.errors.values()}) != 1:
         raise UsageError(f"{where}: matrices and formats of its tables differ; measure again")
