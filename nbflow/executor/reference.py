@@ -58,6 +58,9 @@ class ReferenceExecutor:
         Called as ``trace(op, array)`` after every op.
     cross_kv : dict, optional
         Keys and values of the encoder's hidden states by layer, from `encode_cross_kv`.
+    cached : callable, optional
+        ``cached(rows, side, first)`` returns what the cache holds of new keys (`side` 0) or values
+        (1), shape (T, G, D), the first of which is token `first` of the sequence.
     """
 
     def __init__(
@@ -66,8 +69,10 @@ class ReferenceExecutor:
         weights: WeightLoader,
         trace: Callable[[Op, np.ndarray], None] | None = None,
         cross_kv: Cache | None = None,
+        cached: Callable[[np.ndarray, int, int], np.ndarray] | None = None,
     ) -> None:
         self._program = program
+        self._cached = cached
         self._trace = trace
         self._bias = weights.bias
         self._operands = [tuple(map(_as_float64, group)) for group in weights.operands]
@@ -252,6 +257,8 @@ class ReferenceExecutor:
         new = [self._heads(values[n], dim) for n, dim in zip(op.inputs, dims, strict=False)]
         if self._program.spec.latent is not None:
             new.append(new[0][..., : self._program.spec.latent.kv_rank])
+        if self._cached is not None:
+            new = [self._cached(rows, side, self._length) for side, rows in enumerate(new)]
         old = self._cache.get(op.layer or 0, (new[0][:0], new[1][:0]))
         self._cache[op.layer or 0] = (
             np.concatenate([old[0], new[0]]),
