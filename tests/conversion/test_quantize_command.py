@@ -77,6 +77,27 @@ def test_safetensors_is_what_quantizing_on_load_gives(source: Path, tmp_path: Pa
     assert raw[Q].tobytes() == wanted.tobytes()
 
 
+@pytest.mark.parametrize("format", ["q2t", "q3t", "q4t"])
+def test_trellis_formats_go_through_safetensors(format: str, tmp_path: Path) -> None:
+    write_llama(
+        tmp_path / "source", n_layers=1, hidden_size=512, intermediate_size=512, n_heads=2,
+        n_kv_heads=2, head_dim=256,
+    )  # fmt: skip
+    done = nbflow.quantize_checkpoint(
+        tmp_path / "source", tmp_path / "out", format, quantizer="reference"
+    )
+    with open_weights(tmp_path / "source") as before, open_weights(done.path) as after:
+        wanted = nk.quantize(before.array(Q), format, quantizer="reference")
+        found = after.quantized(Q)
+        assert (found.format.name, found.shape) == (wanted.format.name, (512, 512))
+        assert found.data.tobytes() == wanted.data.tobytes()
+        columns = nk.quantize(before.array(DOWN)[:, 256:], format, quantizer="reference")
+    ranks = loaded(done.path, None, "0&1")  # blocks do not depend on each other
+    rows = wanted.rows(256, 512).data.tobytes()  # the rank's q lies before its k and v
+    assert any(rows in matrix for matrix in ranks)
+    assert columns.data.tobytes() in ranks
+
+
 def test_first_rule_that_matches_wins(source: Path, tmp_path: Path) -> None:
     rules = ["*.0.*down*=f32", "layers.*.ffn.down.weight=q4_0", "*embed*=f32"]
     done = nbflow.quantize_checkpoint(source, tmp_path / "x.safetensors", "q8_0", rules=rules)
