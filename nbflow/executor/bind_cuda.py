@@ -94,7 +94,7 @@ class CudaBinder(Binder):
         size = tables.max_partials * partial_floats(heads) + 4  # room to align the first
         kind.plan.workspace = workspace(device, "attention partials", size, np.float32)
         self.workspaces.append(kind.plan.workspace)
-        device_plan(kind.plan, like).fix(tables)
+        device_plan(kind.plan, device).fix(tables)
         tables.fill()
         return tables
 

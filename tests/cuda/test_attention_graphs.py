@@ -224,9 +224,9 @@ def test_streams_have_partial_results_of_their_own(xp: Any) -> None:
     for stream in [xp.cuda.Stream(non_blocking=True) for _ in range(2)]:
         with stream:
             out = wrapper.run(q_there, cache)
-            items = device_plan(plan, q_there).items(kernels.DECODE)
+            items = device_plan(plan, device_of(q_there)).items(kernels.DECODE)
             assert items.n_partials
-            headers[stream] = device_plan(plan, q_there).header(kernels.DECODE)
+            headers[stream] = device_plan(plan, device_of(q_there)).header(kernels.DECODE)
             stream.synchronize()
             want = expected(paged, q, ints(0, 1, 2))
             np.testing.assert_allclose(out.get(), want, rtol=0, atol=ATOL)
@@ -235,7 +235,7 @@ def test_streams_have_partial_results_of_their_own(xp: Any) -> None:
         assert first[place] != second[place]
     for stream, header in headers.items():  # the same call changes nothing
         with stream:
-            assert device_plan(plan, q_there).header(kernels.DECODE) is header
+            assert device_plan(plan, device_of(q_there)).header(kernels.DECODE) is header
 
 
 def test_partial_results_lie_in_the_callers_workspace(xp: Any) -> None:
@@ -252,7 +252,7 @@ def test_partial_results_lie_in_the_callers_workspace(xp: Any) -> None:
         np.testing.assert_allclose(got, want, rtol=0, atol=ATOL)
         bits = got if bits is None else bits
         np.testing.assert_array_equal(got, bits)
-        tables = device_plan(plan, q_there)
+        tables = device_plan(plan, device_of(q_there))
         assert (tables.items(kernels.DECODE).n_partials > 0) is divided
         if workspace is not None:
             place = int(tables.header(kernels.DECODE).get()[at.PARTIALS])

@@ -13,7 +13,9 @@ from nbflow_kernels.attention import cuda as kernels
 from nbflow_kernels.attention import reference
 from nbflow_kernels.attention.cases import cut_of_values
 from nbflow_kernels.attention.cuda import quantized_kv
+from nbflow_kernels.attention.cuda.call_shape import CallShape
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
+from nbflow_kernels.cuda import device_of
 from nbflow_kernels.kv_cache.formats import kv_formats
 from nbflow_kernels.kv_cache.page_table import strides
 
@@ -203,8 +205,10 @@ def test_float8_codes_are_exact_on_tensor_cores(xp: Any, dtype: Any) -> None:
     wrapper = nk.BatchPrefillWithPagedKVCacheWrapper(kv_layout="HND")
     plan = paged.plan(wrapper, rows, o_data_type=np.float32)
     kinds = tuple(format.kind for format in kv_formats(name))
-    steps = [strides(pages, "HND") for pages in paged.cache]
-    assert kernels.mma_supports(plan, xp.asarray(q), *paged.cache, steps, kinds)
+    steps = tuple(strides(pages, "HND") for pages in paged.cache)
+    there = xp.asarray(q)
+    shape = CallShape.of(plan, device_of(there), there, *paged.cache, steps, kinds)
+    assert kernels.mma_supports(shape)
     got = wrapper.run(xp.asarray(q), paged.cache, k_scale=0.75, v_scale=1.5).get()
     in_float64 = reference.BatchPrefillWithPagedKVCacheWrapper(kv_layout="HND")
     paged.plan(in_float64, rows, k_scale=0.75, v_scale=1.5)
@@ -221,8 +225,8 @@ def test_what_is_left_to_other_kernels(xp: Any) -> None:
         plan = AttentionPlan((2, 1, D, D), 16, kv_layout="HND", sm_scale=1.0, **options)
         plan_into(plan, ints(0, 1), ints(0, 1), ints(0), ints(9))
         k, v = (xp.asarray(np.zeros((1, 1, 16, f.row_length(D)), f.dtype)) for f in formats)
-        places = [strides(pages, "HND") for pages in (k, v)]
-        return quantized_kv.supports(plan, k, v, places, (formats[0].kind, formats[1].kind))
+        steps, kinds = tuple(strides(a, "HND") for a in (k, v)), tuple(f.kind for f in formats)
+        return quantized_kv.supports(CallShape.of(plan, device_of(k), k, k, v, steps, kinds))
 
     assert all(taken(name, 256) for name in ("q8_0", "q4_0/f16", "q3h", "q2/q8"))
     assert taken("q8_0", 80)  # padded to whole blocks

@@ -13,9 +13,10 @@ from paged_sequences import Paged, ints, normal
 import nbflow_kernels as nk
 from nbflow_kernels.attention import cuda as kernels
 from nbflow_kernels.attention import plan_layout as at
-from nbflow_kernels.attention import reference
+from nbflow_kernels.attention import reference, single
 from nbflow_kernels.attention.cuda.scheduler import Tiling, schedule
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
+from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.cpu_codec import F16
 
@@ -301,6 +302,91 @@ def test_block_sparse(xp: Any) -> None:
             q[:, group], k[:, g : g + 1], v[:, g : g + 1], custom_mask=seen
         )
         np.testing.assert_allclose(got[group].swapaxes(0, 1), want, rtol=0, atol=ATOL)
+
+
+def test_later_calls_of_a_plan_see_what_has_changed(xp: Any) -> None:
+    """Bits of calls of one plan are those of plans made for each call."""
+    rng = np.random.default_rng(20)
+    paged = on_device(xp, Paged(rng, [40, 9], (4, 2, 32), 16, "HND", np.float16))
+    rows = ints(0, 2, 3)
+    q, other_q = (xp.asarray(normal(rng, 3, 4, 32)) for _ in range(2))
+    there, other, sinks = xp.asarray(normal(rng, 4)), xp.asarray(normal(rng, 4)), normal(rng, 4)
+    calls: list[dict[str, Any]] = [
+        {}, {"sinks": sinks}, {"sinks": sinks.copy()}, {"sinks": there}, {"sinks": other},
+        {"k_scale": 0.5}, {"v_scale": 2.0}, {"lse_base": "e"}, {"window_left": 5}, {"sinks": there},
+        {"window_left": -1}, {},
+    ]  # fmt: skip
+
+    def run(wrapper: Any, queries: Any, call: dict[str, Any]) -> list[np.ndarray]:
+        return [a.get() for a in wrapper.run(queries, paged.cache, return_lse=True, **call)]
+
+    def planned(window_left: int = -1) -> Any:
+        wrapper = nk.BatchPrefillWithPagedKVCacheWrapper(kv_layout="HND")
+        paged.plan(wrapper, rows, window_left=window_left)
+        return wrapper
+
+    kept, window, seen = planned(), -1, set()
+    for call in calls:
+        window = call.get("window_left", window)
+        found = run(kept, q, call)
+        want = run(planned(window), q, {k: v for k, v in call.items() if k != "window_left"})
+        for got, expected in zip(found, want, strict=True):
+            np.testing.assert_array_equal(got, expected)
+        seen.add((found[0].tobytes(), found[1].tobytes()))
+    assert len(seen) == 9  # equal: the sinks and their copy; the first and the last two calls
+    sinks += 1.0  # in place: layers may pass one array
+    np.testing.assert_array_equal(
+        run(kept, q, {"sinks": sinks})[0], run(planned(), q, {"sinks": sinks})[0]
+    )
+    np.testing.assert_array_equal(run(kept, other_q, {})[0], run(planned(), other_q, {})[0])
+    with pytest.raises(UsageError, match=r"q must have shape \(3, 4, 32\)"):
+        kept.run(q[:2], paged.cache)
+    with pytest.raises(TypeError, match="paged_kv_cache must have dtype"):
+        kept.run(q, tuple(xp.asarray(pages.get().astype(np.float64)) for pages in paged.cache))
+
+
+def test_one_request_again_and_again(xp: Any) -> None:
+    """The plan of a shape is kept, and calls do not see those before; graphs take another plan."""
+    rng = np.random.default_rng(21)
+    k, v = (normal(rng, 70, 2, 32, dtype=np.float16) for _ in range(2))
+    k_there, v_there = xp.asarray(k), xp.asarray(v)
+    recent = device_of(k_there).constants.setdefault(("attention", "recent plans"), {})
+    recent.clear()
+    for scale, sinks in ((None, None), (0.5, normal(rng, 4)), (None, None)):
+        q = normal(rng, 4, 32)
+        options = {"k_scale": scale, "sinks": sinks, "return_lse": True}
+        found = nk.single_decode_with_kv_cache(xp.asarray(q), k_there, v_there, **options)
+        want = reference.single_decode_with_kv_cache(q, k, v, **options)
+        for got, expected in zip(found, want, strict=True):
+            np.testing.assert_allclose(got.get(), expected, rtol=0, atol=ATOL)
+    assert len(recent) == 1
+    first = next(iter(recent.values()))[0]
+    with pytest.raises(UsageError, match="v must have shape"):
+        nk.single_decode_with_kv_cache(xp.asarray(q), k_there, v_there[:60])
+    for n in range(60, 66):  # a request that grows
+        nk.single_decode_with_kv_cache(xp.asarray(q), k_there[:n], v_there[:n])
+    assert len(recent) == 4
+    assert all(plan is not first for plan, _ in recent.values())
+    rows = xp.asarray(normal(rng, 40, 4, 32))
+    nk.single_prefill_with_kv_cache(rows, k_there, v_there)  # many rows: not kept
+    assert len(recent) == 4
+
+
+def test_a_graph_does_not_take_the_plan_of_an_earlier_call(
+    xp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(22)
+    q, k, v = (xp.asarray(normal(rng, n, 32).reshape(-1, 2, 32)) for n in (4, 140, 140))
+    device, used = device_of(k), []
+    run = single.run_plan
+    monkeypatch.setattr(single, "run_plan", lambda r: used.append(r.plan) or run(r))
+    for _ in range(2):
+        nk.single_decode_with_kv_cache(q[0], k, v)
+    monkeypatch.setattr(type(device), "is_capturing", True)
+    for _ in range(2):
+        nk.single_decode_with_kv_cache(q[0], k, v)
+    assert used[0] is used[1]
+    assert len({id(plan) for plan in used}) == 3
 
 
 def test_arrays_on_the_wrong_side_are_named(xp: Any) -> None:

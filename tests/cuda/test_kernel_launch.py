@@ -21,6 +21,7 @@ import pytest
 import nbflow_kernels as nk
 import nbflow_ptx.nvrtc
 from nbflow_kernels import cuda
+from nbflow_kernels.attention import cuda as attention
 from nbflow_kernels.benchmarks import launch_overhead
 from nbflow_kernels.cuda import bundle, cache, kernel, nvrtc
 from nbflow_kernels.cuda import numba_cuda as numba_code
@@ -487,6 +488,29 @@ def test_repeated_products_are_planned_once() -> None:
             op()
         assert [plan.cache_info().misses for plan in plans] == before
         assert all(plan.cache_info().hits for plan in plans)
+
+
+def test_repeated_attention_is_selected_planned_and_uploaded_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with launch_overhead.no_device():
+        calls = [op for name, op in launch_overhead.ops().items() if "attention" in name]
+        assert len(calls) == 3  # the launch, a wrapper, one request
+        for op in calls:
+            op()
+        uploads: list[Any] = []
+        upload = cuda.devices.CupyDevice.asarray
+        monkeypatch.setattr(
+            cuda.devices.CupyDevice, "asarray", lambda *a: uploads.append(a) or upload(*a)
+        )
+        caches = (attention._select, attention._mma_launch)
+        before = [cache.cache_info().misses for cache in caches]
+        with cuda.record_launches() as launches:
+            for op in calls:
+                op()
+        assert len(launches) == 3
+        assert not uploads
+        assert [cache.cache_info().misses for cache in caches] == before
 
 
 def test_includes_are_found_and_part_of_the_digest(folder: Path) -> None:

@@ -208,8 +208,8 @@ class GraphPlan:
                 max_splits=SPLITS_PER_SM * device.n_sms, max_partials=max_partials,
             )  # fmt: skip
             tables.device_buffer = device.empty(len(tables.host), np.int32)
-            device_plan(plan, buffers["kv_indptr"]).fix(tables)
+            device_plan(plan, device_of(buffers["kv_indptr"])).fix(tables)
         tables.max_partials = min(max_partials, tables.padded.n_partials)
         tables.fill()
         tables.device_buffer[...] = device.asarray(tables.host)
-        device_plan(plan, self._buffers["kv_indptr"]).refresh()
+        device_plan(plan, device_of(self._buffers["kv_indptr"])).refresh()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, check_indptr, check_range, on_host
+from nbflow_kernels.arrays import array_shapes, check_array, check_indptr, check_range, on_host
 from nbflow_kernels.attention.cuda_graph import GraphPlan, Tables
 from nbflow_kernels.attention.options import (
     Options,
@@ -25,6 +25,7 @@ from nbflow_kernels.kv_cache.page_table import (
     check_cache,
     check_page_table,
     count_tokens,
+    split_cache,
 )
 
 
@@ -65,6 +66,8 @@ class PagedAttentionWrapper(PlannedWrapper):
         self.kv_layout = kv_layout
         self._graph = graph
         self._dtypes: dict[str, Any] = {}
+        self._checked: dict[Any, tuple[int, int]] = {}
+        """KINDS of the cache by `array_shapes` that the current plan was checked with."""
         self._kv_format: str | None = None
         self._variant: Any = None
         self._tensor_cores = False
@@ -123,6 +126,7 @@ class PagedAttentionWrapper(PlannedWrapper):
         `options` are fields of `Options`.
         """
         self.current, self._n_pages = None, -1
+        self._checked.clear()
         if kv_format is None and kv_data_type is not None:
             kv_format = FLOAT8_NAMES.get(dtype_name(kv_data_type))
         self._variant, self._kv_format = variant, kv_format
@@ -188,11 +192,11 @@ class PagedAttentionWrapper(PlannedWrapper):
     ) -> PlannedRun:
         """Return the run of the current plan on a layer's arrays, checked."""
         plan = self._planned()
-        _, G, D_qk, D_vo = plan.heads
-        k, v = check_cache(
-            paged_kv_cache, plan.page_size, G, D_qk, self.kv_layout, self._kv_format, D_value=D_vo
-        )
-        self._check_arrays(plan, q, ("paged_kv_cache", k), ("paged_kv_cache", v))
+        k, v = split_cache(paged_kv_cache)
+        shapes = array_shapes(q, k, v)
+        kinds = self._checked.get(shapes)
+        if kinds is None:
+            kinds = self._checked[shapes] = self._check_pages(plan, q, k, v)
         self._check_page_numbers(plan, k.shape[0])
         if window_left is not None and max(window_left, -1) != plan.window_left:
             Options(window_left=window_left)  # checks it
@@ -203,5 +207,11 @@ class PagedAttentionWrapper(PlannedWrapper):
                 )
             plan.set_window(window_left)
             plan_into(plan, plan.qo_indptr, plan.kv_indptr, plan.kv_indices, plan.kv_lens)
-        kinds = kinds_of(k, v, self._kv_format)
         return PlannedRun(plan, q, k, v, kinds, call, self._variant)
+
+    def _check_pages(self, plan: AttentionPlan, q: Any, k: Any, v: Any) -> tuple[int, int]:
+        """Check queries and caches against the plan; return the KINDS of keys and values."""
+        _, G, D_qk, D_vo = plan.heads
+        check_cache((k, v), plan.page_size, G, D_qk, self.kv_layout, self._kv_format, D_value=D_vo)
+        self._check_arrays(plan, q, ("paged_kv_cache", k), ("paged_kv_cache", v))
+        return kinds_of(k, v, self._kv_format)

@@ -93,7 +93,8 @@ class AttentionPlan:
         """Synchronize after uploading tables to a device."""
         self.header = np.zeros(HEADER_SIZE, np.int64)
         """Sizes and addresses for the kernels; see `nbflow_kernels.attention.plan_layout`."""
-        self._tables: dict[int, Any] = {}
+        self.tables: dict[int, Any] = {}
+        """Arrays of the header's address fields that are set."""
         self._shares = np.zeros(MAX_THREADS + 1, np.int64)
         self._partials = np.zeros(0, np.float32)
         self.set_table(at.SHARES, self._shares)
@@ -201,7 +202,7 @@ class AttentionPlan:
 
     def set_factors(self, scores: np.ndarray | None, outputs: np.ndarray | None) -> None:
         """Set factors of scores and results per query head, float32 (H,); None for 1."""
-        base = self._tables[at.SCORE_FACTORS]
+        base = self.tables[at.SCORE_FACTORS]
         if scores is not None or base is not self._factors:
             factors = self._factors
             self.set_table(at.SCORE_FACTORS, factors if scores is None else factors * scores)
@@ -227,12 +228,15 @@ class AttentionPlan:
 
         The address of a device array is set by `device_plan`.
         """
-        self._tables[field] = array
+        if array is None:
+            self.tables.pop(field, None)
+        else:
+            self.tables[field] = array
         self.header[field] = 0 if array is None or is_cuda(array) else address_of(array)
 
     def table(self, field: int) -> Any:
         """Return the array of an address field of the header, or None."""
-        return self._tables.get(field)
+        return self.tables.get(field)
 
     def __str__(self) -> str:
         """Return the items as a table."""

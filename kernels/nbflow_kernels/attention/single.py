@@ -6,12 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, on_host
+from nbflow_kernels.arrays import array_shapes, check_array, is_cuda, on_host
+from nbflow_kernels.attention.cuda.call_shape import is_short
 from nbflow_kernels.attention.options import Options, check_backend, check_heads
 from nbflow_kernels.attention.plan import AttentionPlan, make_plan
 from nbflow_kernels.attention.run import AttentionCall, PlannedRun, run_plan
+from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.formats import KVFormat, formats_of
+
+_RECENT_PLANS = 4
+"""Plans that a device keeps; a plan of few rows has up to some MB of partial results."""
 
 
 def single_prefill_with_kv_cache(
@@ -172,9 +177,7 @@ def single_prefill_with_kv_cache(
         lse_base=lse_base, o_dtype=o_dtype,
     )  # fmt: skip
     masks, key_rope = (custom_mask, packed_custom_mask), (key_cos_sin, key_interleave)
-    return run_plan(
-        single_run(q, k, v, options, call, kv_format, variant, *masks, key_rope=key_rope)
-    )
+    return _run(q, k, v, options, call, kv_format, variant, *masks, key_rope=key_rope)
 
 
 def single_decode_with_kv_cache(
@@ -260,13 +263,54 @@ def single_decode_with_kv_cache(
         lse=None if lse is None else lse[None], tensor_cores=use_tensor_cores,
     )  # fmt: skip
     key_rope = key_cos_sin, key_interleave
-    result = run_plan(
-        single_run(q[None], k, v, options, call, kv_format, variant, key_rope=key_rope)
-    )
+    result = _run(q[None], k, v, options, call, kv_format, variant, key_rope=key_rope)
     if return_lse:
         found, found_lse = result
         return found[0] if out is None else out, found_lse[0] if lse is None else lse
     return result[0] if out is None else out
+
+
+def _run(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Options,
+    call: AttentionCall,
+    kv_format: str | None,
+    variant: Any,
+    custom_mask: Any = None,
+    packed_mask: Any = None,
+    key_rope: tuple[Any, bool] = (None, False),
+) -> Any:
+    """Plan and run; a device keeps its last plans of a few rows, as layers repeat their shapes.
+
+    A plan is not among them while it is used, so threads do not share it.  A graph could outlive
+    it, so captured calls have plans that are not kept.
+    """
+    tables = (variant, custom_mask, packed_mask, key_rope[0])
+    keeps = is_cuda(q) and all(table is None for table in tables) and not key_rope[1]
+    if not keeps or device_of(q).is_capturing:
+        return run_plan(
+            single_run(q, k, v, options, call, kv_format, variant, *tables[1:3], key_rope)
+        )
+    recent = device_of(q).constants.setdefault(("attention", "recent plans"), {})
+    # options may be arrays of one number, which have no hash
+    key = (array_shapes(q, k, v), tuple(map(_number, vars(options).values())), kv_format)
+    found = recent.pop(key, None)
+    if found is None:
+        run = single_run(q, k, v, options, call, kv_format, variant)
+    else:
+        run = PlannedRun(found[0], q, k[None], v[None], found[1], call)
+    result = run_plan(run)
+    if is_short(run.plan):
+        recent[key] = run.plan, run.kinds
+        for oldest in list(recent)[:-_RECENT_PLANS]:
+            recent.pop(oldest, None)
+    return result
+
+
+def _number(option: Any) -> Any:
+    return float(option) if hasattr(option, "dtype") else option
 
 
 def single_run(

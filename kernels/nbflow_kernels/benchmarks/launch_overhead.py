@@ -28,6 +28,7 @@ from nbflow_kernels.activation import cuda as activation
 from nbflow_kernels.attention import cuda as attention
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.cuda import cache, cpp_kernel, devices, driver, record_launches
+from nbflow_kernels.exchange import array_exchange
 from nbflow_kernels.norm import cuda as norm
 from nbflow_kernels.quantized_matmul import cuda as quantized
 from nbflow_kernels.quantized_matmul import cuda_fused
@@ -117,6 +118,9 @@ def no_device() -> Iterator[None]:
         mock.patch.object(driver, "Driver", lambda ordinal: made(ordinal, library)),
         mock.patch.object(cache, "cached", lambda name, *_: (b"", name)),
         mock.patch.dict("os.environ", {"NBFLOW_WGMMA": "1"}),
+        mock.patch.object(
+            array_exchange, "is_native", lambda a: isinstance(a, np.ndarray | ndarray)
+        ),
     ):
         devices._cupy_device.cache_clear()
         try:
@@ -141,6 +145,10 @@ def ops() -> dict[str, Op]:
     plan_into(plan, table, table, np.zeros(1, np.int32), np.array([50], np.int32))
     q, pages = empty((1, 32, 128), "f4"), empty((4, 64, 8, 128), "f2")
     q_out = empty((1, 32, 128), "f4")
+    wrapper = nk.BatchDecodeWithPagedKVCacheWrapper()
+    starts, first, length = (np.array(values, np.int32) for values in ([0, 1], [0], [50]))
+    wrapper.plan(starts, first, length, 32, 8, 128, 64, q_data_type="float32")
+    keys = empty((50, 8, 128), "f2")
     return {
         "kernel of 4 parameters": lambda: bare(16, 256, (x, out, WIDTH, 1.0)),
         "rmsnorm": lambda: norm.rmsnorm(x, weight, 1e-5, 0.0, out),
@@ -152,6 +160,8 @@ def ops() -> dict[str, Op]:
         "rmsnorm, 64 tokens": lambda: norm.rmsnorm(prompt, weight, 1e-5, 0.0, prompt_out),
         "fused norm and qmatmul": lambda: cuda_fused.fused_gemv(x, w, None, small, norm=rms),
         "attention": lambda: attention.attend(plan, q, pages, pages, q_out, None, (1, 1)),
+        "attention, run of a wrapper": lambda: wrapper.run(q, (pages, pages), out=q_out),
+        "attention, one request": lambda: nk.single_decode_with_kv_cache(q[0], keys, keys),
     }
 
 

@@ -41,6 +41,11 @@ class KernelDevice(Protocol):
         """Return a key of the current stream; see `workspace`."""
         ...
 
+    @property
+    def is_capturing(self) -> bool:
+        """Return whether launches on the current stream become a graph."""
+        ...
+
     def load(self, code: bytes, entry: str) -> Launch:
         """Return the kernel `entry` of compiled code."""
         ...
@@ -183,6 +188,12 @@ class CupyDevice:
     def stream(self) -> int:
         """See `KernelDevice.stream`."""
         return int(self._cupy.cuda.get_current_stream().ptr)
+
+    @property
+    def is_capturing(self) -> bool:
+        """See `KernelDevice.is_capturing`."""
+        stream = self._cupy.cuda.get_current_stream()
+        return bool(stream.ptr and stream.is_capturing())  # the null stream cannot be captured
 
     def load(self, code: bytes, entry: str) -> Launch:
         """See `KernelDevice.load`; the kernel runs on CuPy's current stream."""

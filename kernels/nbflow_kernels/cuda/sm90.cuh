@@ -108,6 +108,10 @@ template <int LEFT = 0>
 DEV void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 
 // Scheduling barrier: keeps waits for products from moving up over work meant to overlap with them.
+// Empty assembly or __syncwarp leaves no machine instruction here, and ptxas 12.9 then moves the second
+// wait of `flash_prefill_wgmma.cu` up to the first, so that the softmax of a tile no longer overlaps with
+// the product before it.  ptxas keeps the order of pmevent and waits; pmevent itself only counts an event
+// for profilers, in one instruction.
 DEV void stay_in_front() { asm volatile("pmevent 0;"); }
 
 // Keep accesses of accumulators on their side of a product or wait.

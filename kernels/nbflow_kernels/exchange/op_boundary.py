@@ -10,7 +10,7 @@ the methods of a class, so that a call may pass
 - int64 indices: copied as int32, after a check of their range;
 - FlashInfer's names of arguments.
 
-A call with NumPy or CuPy arrays of float32 and int32 goes to the function at once.
+A call with NumPy or CuPy arrays that need no conversion goes to the function at once.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.exchange.array_exchange import dtype_name, exported, is_array, native
 from nbflow_kernels.kv_cache.float8 import FLOAT8_NAMES
 
-_F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
+_F16, _F32 = np.dtype(np.float16), np.dtype(np.float32)
+_U8, _I32 = np.dtype(np.uint8), np.dtype(np.int32)
 _HALF = ("float16", "bfloat16")
 
 _ARRAYS: set[type] = {np.ndarray}
 """Types of native arrays seen so far."""
 _PLAIN: set[type] = {int, float, bool, str, bytes, type(None), np.float32, np.int32}
 """Types that are neither arrays nor hold any, seen so far."""
+
+_PAIR = 2
+"""Elements of a tuple that may be arrays: keys and values."""
 
 _ATTENTION = ("attention", "kv_cache", "masks")
 """Families whose kernels read float16 and, as `kv_format`, bfloat16."""
@@ -69,6 +73,27 @@ class _Rules:
     op: str
     renamed: dict[str, str]
     writes: frozenset[str]
+
+    @functools.cached_property
+    def takes_float16(self) -> frozenset[str]:
+        """Parameters whose arrays of float16 are not widened."""
+        return frozenset(name for name in self.parameters if not self.widens(name, "float16"))
+
+    def take_all(self, named: Iterable[tuple[str, Any]]) -> bool:
+        """Return True if the function takes all values as they are."""
+        for name, value in named:
+            kind = type(value)
+            if kind in _ARRAYS:
+                dtype = value.dtype
+                half = dtype is _F16 and name in self.takes_float16
+                if dtype is not _F32 and dtype is not _I32 and dtype is not _U8 and not half:
+                    return False
+            elif kind is tuple and len(value) <= _PAIR:
+                if not self.take_all([(name, v) for v in value]):
+                    return False
+            elif kind not in _PLAIN:
+                return False
+        return True
 
     def widens(self, name: str, half: str) -> bool:
         """Return True if an argument of float16 or bfloat16 becomes a float32 copy."""
@@ -234,26 +259,13 @@ def _wrapped(function: Callable[..., Any], family: str, op: str) -> Callable[...
 
     @functools.wraps(function)
     def op_call(*args: Any, **kwargs: Any) -> Any:
-        if _is_plain(args) and (
-            not kwargs or (_is_plain(kwargs.values()) and renamed.keys().isdisjoint(kwargs))
+        if rules.take_all(zip(parameters, args, strict=False)) and (
+            not kwargs or (rules.take_all(kwargs.items()) and renamed.keys().isdisjoint(kwargs))
         ):
             return function(*args, **kwargs)
         return _converted_call(rules, args, kwargs)
 
     return op_call
-
-
-def _is_plain(values: Iterable[Any]) -> bool:
-    """Return True if the function takes all values as they are."""
-    for value in values:
-        kind = type(value)
-        if kind in _ARRAYS:
-            dtype = value.dtype
-            if dtype is not _F32 and dtype is not _I32:
-                return False
-        elif kind not in _PLAIN:
-            return False
-    return True
 
 
 def _converted_call(rules: _Rules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -93,6 +93,11 @@ class EmulatedDevice:
         """Stand for the current stream, as long as nothing resets the device."""
         return id(State.device), current_stream().ptr
 
+    @property
+    def is_capturing(self) -> bool:
+        """Return whether launches on the current stream become a graph."""
+        return current_stream().is_capturing()
+
     def load(self, code: bytes, entry: str) -> Callable[[Dim3, Dim3, bytes, int], None]:
         """Return the launch of the kernel `entry` of a PTX text."""
         emulator = Emulator(code)

@@ -26,12 +26,12 @@ import numpy as np
 from nbflow_kernels import cuda
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cuda import flash_prefill_wgmma, quantized_kv
-from nbflow_kernels.attention.cuda.plan import PARAMETERS, device_plan
+from nbflow_kernels.attention.cuda.call_shape import CallShape
+from nbflow_kernels.attention.cuda.plan import PARAMETERS, CudaPlan, device_plan
 from nbflow_kernels.attention.cuda.scheduler import (
     DECODE_VECTORS,
     PREFILL_VECTORS,
     Tiling,
-    split_keys,
 )
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
@@ -107,18 +107,19 @@ def attend(
     """
     if not plan.n_query_rows:
         return
+    device = cuda.device_of(q)
     kv_strides = _kv_strides(plan, k_cache, v_cache, page_bytes)
+    shape = CallShape.of(plan, device, q, k_cache, v_cache, kv_strides, kinds)
+    tables = device_plan(plan, device)
     arguments = (
-        q, q.strides[0], _kind_of(q), k_cache, v_cache, *kv_strides[0], *kv_strides[1],
-        plan.logits_soft_cap, out, _kind_of(out), lse,
+        q, q.strides[0], F32 if shape.f32_queries else F16, k_cache, v_cache, *kv_strides[0],
+        *kv_strides[1], plan.logits_soft_cap, out, _kind_of(out), lse,
     )  # fmt: skip
-    if quantized_kv.supports(plan, k_cache, v_cache, kv_strides, kinds):
-        quantized_kv.attend(plan, arguments, kv_strides, kinds)
-        return
-    aligned_out = cuda.address(out) % 8 == 0
-    # tensor-core kernels write 8 bytes at once
-    if aligned_out and mma_supports(plan, q, k_cache, v_cache, kv_strides, kinds):
-        _run_mma(plan, arguments, kinds, _v_in_k(k_cache, v_cache, kv_strides, kinds))
+    family = _select(shape)
+    if family == "quantized_kv":
+        quantized_kv.attend(tables, shape, arguments)
+    elif family == "mma" and cuda.address(out) % 8 == 0:  # they write 8 bytes at once
+        _run_mma(tables, device, shape, arguments)
     elif tensor_cores:
         raise UsageError(
             "use_tensor_cores=True: no tensor-core kernel supports float32 caches, rotation in the "
@@ -126,7 +127,7 @@ def attend(
             "leave it False"
         )
     else:
-        _run_simt(plan, arguments, kinds)
+        _run_simt(tables, device, plan.heads, arguments, kinds)
 
 
 def attend_variant(
@@ -150,12 +151,12 @@ def attend_variant(
 
 def _kv_strides(
     plan: AttentionPlan, k_cache: Any, v_cache: Any, page_bytes: tuple[int, int] | None
-) -> list[tuple[int, int, int]]:
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Return the page, token and head strides in bytes of keys and of values."""
-    kv_strides = [strides(k_cache, plan.kv_layout), strides(v_cache, plan.kv_layout)]
+    keys, values = strides(k_cache, plan.kv_layout), strides(v_cache, plan.kv_layout)
     if page_bytes is not None:
-        kv_strides = [(n, *p[1:]) for n, p in zip(page_bytes, kv_strides, strict=True)]
-    return kv_strides
+        return (page_bytes[0], *keys[1:]), (page_bytes[1], *values[1:])
+    return keys, values
 
 
 def latent_attention(
@@ -169,49 +170,52 @@ def latent_attention(
         q, q.strides[0], _kind_of(q), ckv_cache, kpe_cache, *ckv_cache.strides[:2], 0,
         *kpe_cache.strides[:2], 0, plan.logits_soft_cap, out, _kind_of(out), lse,
     )  # fmt: skip
-    _run_simt(plan, arguments, (kind, kind))
+    device = cuda.device_of(q)
+    _run_simt(device_plan(plan, device), device, plan.heads, arguments, (kind, kind))
 
 
-def mma_supports(
-    plan: AttentionPlan, q: Any, k_cache: Any, v_cache: Any, kv_strides: Any, kinds: tuple[int, int]
-) -> bool:
+@functools.lru_cache(4096)
+def _select(shape: CallShape) -> str:
+    """Return the kernels of a call."""
+    if quantized_kv.supports(shape):
+        return "quantized_kv"
+    return "mma" if mma_supports(shape) else "simt"
+
+
+def mma_supports(shape: CallShape) -> bool:
     """Return whether the mma and wgmma kernels support a call that `quantized_kv` does not.
 
     Float32 queries over a mix of bfloat16 and a block format use the fallback: decoding rounds to
     float16, which is exact for float8 only.
     """
-    _, _, D_qk, D_vo = plan.heads
-    has_blocks = any(FIRST_BLOCK_KIND <= kind < FIRST_FLOAT8_KIND for kind in kinds)
-    if F32 in kinds or (has_blocks and q.dtype == np.float32):
+    _, _, D_qk, D_vo = shape.heads
+    has_blocks = any(FIRST_BLOCK_KIND <= kind < FIRST_FLOAT8_KIND for kind in shape.kinds)
+    if shape.rotates or F32 in shape.kinds or (has_blocks and shape.f32_queries):
         return False
-    v_in_k = _v_in_k(k_cache, v_cache, kv_strides, kinds)
-    if D_qk % 16 or D_vo % 16 or split_keys(plan) % _KEYS:
+    v_in_k = _v_in_k(shape)
+    if D_qk % 16 or D_vo % 16 or shape.split_keys % _KEYS:
         return False
     if D_vo > MAX_LATENT_COLUMNS if v_in_k else max(D_qk, D_vo) > MAX_HEAD_COLUMNS:
         return False
-    if any(plan.table(field) is not None for field in (at.ROPE, at.KEY_ROPE)):
-        return False
-    for kind, cache, steps in zip(kinds, (k_cache, v_cache), kv_strides, strict=True):
-        together = cuda.address(cache)
-        for step in steps:
-            together |= step
-        if kind < FIRST_BLOCK_KIND and together % 16:  # loads are 16 bytes wide
+    for kind, offset, steps in zip(shape.kinds, shape.offsets, shape.kv_strides, strict=True):
+        aligned = all(n % 16 == 0 for n in (offset, *steps))
+        if kind < FIRST_BLOCK_KIND and not aligned:  # loads are 16 bytes wide
             return False
-    exact = _is_exact(q, kinds)
+    exact = _is_exact(shape)
     needs = _shared_bytes(D_qk, D_vo, exact, False, False, v_in_k)
     if D_vo <= MAX_PREFILL_COLUMNS:
         needs = max(needs, _shared_bytes(D_qk, D_vo, exact, True, True, v_in_k))
-    return needs + _STATIC_SHARED_BYTES <= cuda.device_of(q).max_shared_bytes
+    return needs + _STATIC_SHARED_BYTES <= shape.max_shared_bytes
 
 
-def _v_in_k(k_cache: Any, v_cache: Any, kv_strides: Any, kinds: tuple[int, int]) -> bool:
+def _v_in_k(shape: CallShape) -> bool:
     """Return whether values are the first columns of the keys, in a float format."""
-    same = kv_strides[0] == kv_strides[1] and kinds[0] == kinds[1] < FIRST_BLOCK_KIND
-    return bool(same and cuda.address(k_cache) == cuda.address(v_cache))
+    same = shape.kv_strides[0] == shape.kv_strides[1]
+    return shape.one_cache and same and shape.kinds[0] == shape.kinds[1] < FIRST_BLOCK_KIND
 
 
-def _is_exact(q: Any, kinds: tuple[int, int]) -> bool:
-    return bool(q.dtype == np.float32 or BF16 in kinds)
+def _is_exact(shape: CallShape) -> bool:
+    return shape.f32_queries or BF16 in shape.kinds
 
 
 def _shared_bytes(
@@ -230,53 +234,67 @@ def _shared_bytes(
 
 
 def _run_mma(
-    plan: AttentionPlan, arguments: tuple[Any, ...], kinds: tuple[int, int], v_in_k: bool
+    tables: CudaPlan, device: cuda.KernelDevice, shape: CallShape, arguments: tuple[Any, ...]
 ) -> None:
     """Launch the decode and the prefill kernel for the requests of each kind."""
-    q = arguments[0]
-    _, G, D_qk, D_vo = plan.heads
-    exact = _is_exact(q, kinds)
-    tables = device_plan(plan, q)
+    _, _, D_qk, D_vo = shape.heads
     tilings = (DECODE, PREFILL) if D_vo <= MAX_PREFILL_COLUMNS else (ALL_DECODE,)
-    if not v_in_k and flash_prefill_wgmma.supports(cuda.device_of(q), D_qk, D_vo):
-        flash_prefill_wgmma.attend(plan, tables, arguments, kinds, exact)
+    if tables.max_vectors() <= DECODE_VECTORS:
+        tilings = tilings[:1]
+    elif flash_prefill_wgmma.supports(device, D_qk, D_vo) and not _v_in_k(shape):
+        flash_prefill_wgmma.attend(tables, device, shape, arguments, _is_exact(shape))
         tilings = (DECODE,)
     for tiling in tilings:
         items = tables.items(tiling)
-        if not len(items.items):
-            continue
-        prefill = tiling is PREFILL
-        header = tables.header(tiling)
-        shared = _shared_bytes(D_qk, D_vo, exact, prefill, items.any_multi_split, v_in_k)
-        mma_kernel(kinds, D_qk, D_vo, exact, prefill, v_in_k and not prefill)(
-            (len(items.items), G, cuda.ceil_div(items.most, tiling.tile_vectors)), 32 * WARPS,
-            (header, *arguments), shared,
-        )  # fmt: skip
+        if items.n:
+            kernel, grid, shared = _mma_launch(
+                shape, tiling, items.n, items.most, items.any_multi_split
+            )
+            kernel(grid, 32 * WARPS, (tables.header(tiling), *arguments), shared)
 
 
-def _run_simt(plan: AttentionPlan, arguments: tuple[Any, ...], kinds: tuple[int, int]) -> None:
+@functools.lru_cache(4096)
+def _mma_launch(
+    shape: CallShape, tiling: Tiling, n_items: int, most: int, multi_split: bool
+) -> tuple[cuda.Kernel, tuple[int, int, int], int]:
+    """Return a tensor-core kernel, its grid and its dynamic shared memory in bytes."""
+    _, G, D_qk, D_vo = shape.heads
+    exact, v_in_k, prefill = _is_exact(shape), _v_in_k(shape), tiling is PREFILL
+    kernel = mma_kernel(shape.kinds, D_qk, D_vo, exact, prefill, v_in_k and not prefill)
+    grid = n_items, G, cuda.ceil_div(most, tiling.tile_vectors)
+    shared = _shared_bytes(D_qk, D_vo, exact, prefill, multi_split, v_in_k)
+    return kernel, grid, shared
+
+
+def _run_simt(
+    tables: CudaPlan,
+    device: cuda.KernelDevice,
+    heads: tuple[int, int, int, int],
+    arguments: tuple[Any, ...],
+    kinds: tuple[int, int],
+) -> None:
     """Launch the fallback kernel."""
-    q = arguments[0]
-    _, G, D_qk, D_vo = plan.heads
-    tables = device_plan(plan, q)
+    _, G, D_qk, D_vo = heads
     items = tables.items(SIMT)
+    if not items.n:
+        return
     header = tables.header(SIMT)
     row = max(D_qk, D_vo) | 1
     most = min(SIMT.tile_vectors, items.most)
     while True:  # halve the tile until it fits into shared memory
         sums = D_vo * (2 if items.any_multi_split else 1)
         shared = 4 * (most * (D_qk + sums) + _SIMT_KEYS * row)
-        if shared <= cuda.device_of(q).max_shared_bytes or most == 1:
+        if shared <= device.max_shared_bytes or most == 1:
             break
         most = -(-most // 2)
     simt_kernel(kinds)(
-        (len(items.items), G, cuda.ceil_div(items.most, most)), 32 * WARPS,
+        (items.n, G, cuda.ceil_div(items.most, most)), 32 * WARPS,
         (header, *arguments, most), shared,
     )  # fmt: skip
 
 
 def _kind_of(array: Any) -> int:
-    return F32 if array.dtype == np.float32 else F16
+    return F32 if array.dtype.type is np.float32 else F16
 
 
 def merge_state(

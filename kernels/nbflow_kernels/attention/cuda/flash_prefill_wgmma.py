@@ -10,9 +10,9 @@ import functools
 from typing import Any
 
 from nbflow_kernels import cuda
-from nbflow_kernels.attention.cuda.plan import PARAMETERS, CudaPlan, is_plain
+from nbflow_kernels.attention.cuda.call_shape import CallShape
+from nbflow_kernels.attention.cuda.plan import PARAMETERS, CudaPlan
 from nbflow_kernels.attention.cuda.scheduler import DECODE_VECTORS, Tiling
-from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.kv_cache.cuda import format_types
 from nbflow_kernels.matmul import cuda_wgmma
@@ -25,6 +25,8 @@ MAX_SMEM_COLUMNS = 128
 _KEYS, _MAX_COLUMNS = 64, 256
 _STATIC_SHARED_BYTES = 4 * 2 * _KEYS * 8 + 256
 """Row addresses of four tiles, and reduction scratch."""
+_TILINGS = {n: Tiling(VECTORS * n, more_than=DECODE_VECTORS) for n in (1, 2)}
+"""By warpgroups."""
 
 
 @functools.cache
@@ -61,36 +63,37 @@ def shared_bytes(D_qk: int, D_vo: int, exact: bool, warpgroups: int, multi_split
     return ring + queries + earlier + cuda_wgmma.ALIGNED
 
 
-def max_warpgroups(device: cuda.KernelDevice, D_qk: int, D_vo: int, exact: bool) -> int:
+@functools.cache
+def _max_warpgroups(max_shared_bytes: int, D_qk: int, D_vo: int, exact: bool) -> int:
     """Return the warpgroups per thread block that fit into shared memory, 2 or 1."""
     needs = shared_bytes(D_qk, D_vo, exact, 2, True) + _STATIC_SHARED_BYTES
-    return 2 if needs <= device.max_shared_bytes else 1
+    return 2 if needs <= max_shared_bytes else 1
 
 
 def attend(
-    plan: AttentionPlan,
     tables: CudaPlan,
+    device: cuda.KernelDevice,
+    shape: CallShape,
     arguments: tuple[Any, ...],
-    kinds: tuple[int, int],
     exact: bool,
 ) -> None:
     """Launch the kernel for requests with more query vectors than `flash_decode` processes."""
-    q, out = arguments[0], arguments[-3]
-    _, G, D_qk, D_vo = plan.heads
-    warpgroups = max_warpgroups(cuda.device_of(q), D_qk, D_vo, exact)
-    tiling = Tiling(VECTORS * warpgroups, more_than=DECODE_VECTORS)
+    _, G, D_qk, D_vo = shape.heads
+    warpgroups = _max_warpgroups(shape.max_shared_bytes, D_qk, D_vo, exact)
+    tiling = _TILINGS[warpgroups]
     items = tables.items(tiling)
-    if not len(items.items):
+    if not items.n:
         return
     if items.most <= VECTORS:
         warpgroups = 1
     earlier = None
     if items.any_multi_split and D_vo > MAX_SMEM_COLUMNS:
+        out = arguments[-3]
         earlier = out  # has the shape, and is written last
         if out.dtype != "float32":
-            earlier = workspace(cuda.device_of(q), "attention sums", out.size, "f4")
-    kernel(kinds, D_qk, D_vo, exact, warpgroups, is_plain(plan))(
-        (len(items.items), G, cuda.ceil_div(items.most, VECTORS * warpgroups)), 128 * warpgroups,
+            earlier = workspace(device, "attention sums", out.size, "f4")
+    kernel(shape.kinds, D_qk, D_vo, exact, warpgroups, shape.plain)(
+        (items.n, G, cuda.ceil_div(items.most, VECTORS * warpgroups)), 128 * warpgroups,
         (tables.header(tiling), *arguments, earlier),
         shared_bytes(D_qk, D_vo, exact, warpgroups, items.any_multi_split),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from nbflow_kernels.attention.cuda.scheduler import (
     split_keys,
 )
 from nbflow_kernels.attention.plan import AttentionPlan
-from nbflow_kernels.cuda import KernelDevice, address, device_of
+from nbflow_kernels.cuda import KernelDevice, address
 from nbflow_kernels.errors import UsageError
 
 MAX_HEADERS = 1024
@@ -28,7 +28,7 @@ _TABLES = (at.MASK, at.MASK_STARTS, at.SLOPES, at.ROPE, at.BIAS, at.KEY_ROPE)
 # Tables that each call may set.
 _LAYERS = (at.SCORE_FACTORS, at.OUT_FACTORS, at.SINKS, at.KEY_BIAS)
 
-_OPTIONS = (at.MASK, at.SLOPES, at.BIAS)
+_OPTIONS = frozenset((at.MASK, at.SLOPES, at.BIAS))
 PARAMETERS = (
     "i64* header, any* queries, i64 q_row_bytes, i32 q_kind, any* k, any* v, "
     + ", ".join(f"i64 {which}_{step}" for which in "kv" for step in ("page", "token", "head"))
@@ -39,7 +39,7 @@ PARAMETERS = (
 
 def is_plain(plan: AttentionPlan) -> bool:
     """Return whether the plan has no soft cap, mask and bias."""
-    return plan.logits_soft_cap == 0 and all(plan.table(field) is None for field in _OPTIONS)
+    return plan.logits_soft_cap == 0 and _OPTIONS.isdisjoint(plan.tables)
 
 
 @dataclass(frozen=True)
@@ -217,11 +217,14 @@ class CudaPlan:
         self._plan, self._device = plan, device
         self._step = -1
         self._copies: dict[Any, tuple[Any, Any]] = {}
+        self._vectors = (0, 0)  # smallest and largest number of query vectors of a request
         self._schedules: dict[Tiling, tuple[CudaWorkItems, Any]] = {}
         self._step_tables: tuple[Any, list[int]] = (None, [])
         self._partials: Any = None
         self._arrived = device.asarray(np.zeros(64, np.int32))
         self._headers: dict[tuple[Any, ...], tuple[np.ndarray, Any]] = {}
+        self._current: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        """Headers of the step by `_header_state`, to find them without filling them again."""
         self._fixed: StaticPlanBuffers | None = None
         self._uploaded = False
 
@@ -230,6 +233,7 @@ class CudaPlan:
         self._fixed = tables
         self._plan.on_devices.clear()
         self._plan.on_devices[self._device.key] = self
+        self._current.clear()
         self._reserve(tables.padded)
 
     def refresh(self) -> None:
@@ -257,12 +261,50 @@ class CudaPlan:
         selected = tiling.more_than < self._fixed.capacity.vectors <= tiling.at_most
         return self._fixed.padded if selected else NO_ITEMS
 
+    def max_vectors(self) -> int:
+        """Return the largest number of query vectors of a request."""
+        if self._fixed is not None:
+            return self._fixed.capacity.vectors
+        self._start_step()
+        return self._vectors[1]
+
     def header(self, tiling: Tiling) -> Any:
         """Return the plan header for a kernel, int64 on the device.
 
         Unchanged headers are not copied again, so a repeated call can be captured into a graph.
         Each combination of sinks, factors, key bias and LSE base has its own header.
         """
+        state = self._header_state(tiling)
+        known = self._current.get(state)
+        if known is not None and not self._uploaded:
+            return known[0]
+        header = self._updated_header(tiling)
+        if self._uploaded and self._plan.waits_for_copies:
+            self._device.synchronize()
+        self._uploaded = False
+        if self._fixed is None:
+            if len(self._current) >= MAX_HEADERS:
+                self._current.clear()
+            # its tables are kept, because their ids are part of the key
+            self._current[state] = header, list(self._plan.tables.values())
+        return header
+
+    def _header_state(self, tiling: Tiling) -> tuple[Any, ...]:
+        """Return all that determines the header within a step, as a key.
+
+        Tables of layers count by contents if they are in host memory (see `_table`).
+        """
+        plan = self._plan
+        tables = [
+            array.tobytes() if field in _LAYERS and isinstance(array, np.ndarray) else id(array)
+            for field, array in plan.tables.items()
+        ]
+        return (
+            tiling, plan.n_steps, plan.header.tobytes(), id(plan.workspace), *plan.tables, *tables
+        )  # fmt: skip
+
+    def _updated_header(self, tiling: Tiling) -> Any:
+        """Return the header of the plan's state, uploaded if it has changed."""
         plan, fixed = self._plan, self._fixed
         self._evict_headers()
         host = plan.header.copy()
@@ -290,9 +332,6 @@ class CudaPlan:
                 copy = cached[1]
             cached = self._headers[key] = (host, copy)
             self._uploaded = True
-        if self._uploaded and plan.waits_for_copies:
-            self._device.synchronize()
-        self._uploaded = False
         return cached[1]
 
     def _evict_headers(self) -> None:
@@ -305,6 +344,7 @@ class CudaPlan:
                 "another wrapper or plan"
             )
         self._headers.clear()
+        self._current.clear()
         self._copies.clear()
 
     def _fill_step_fields(self, host: np.ndarray) -> None:
@@ -314,19 +354,17 @@ class CudaPlan:
             host[field] = self._table(field)
 
     def _scheduled(self, tiling: Tiling) -> tuple[CudaWorkItems, Any]:
-        """Return the work items and their device copy."""
+        """Return the work items and their device copy, None without items."""
         plan = self._plan
-        if self._step != plan.n_steps:
-            tables = _step_tables(plan)
-            packed = self._device.asarray(np.concatenate(tables))
-            offsets = np.cumsum([0, *(table.nbytes for table in tables[:-1])])
-            self._step_tables = (packed, [address(packed) + int(n) for n in offsets])
-            self._schedules, self._step = {}, plan.n_steps
+        self._start_step()
+        fewest, most = self._vectors
+        if most <= tiling.more_than or fewest > tiling.at_most:
+            return NO_ITEMS, None
         if tiling not in self._schedules:
-            most = None
+            limit = None
             if plan.workspace is not None:
-                most = floats_in(plan.workspace)[1] // partial_floats(plan.heads)
-            items = schedule(plan, tiling, self._device.n_sms, max_partials=most)
+                limit = floats_in(plan.workspace)[1] // partial_floats(plan.heads)
+            items = schedule(plan, tiling, self._device.n_sms, max_partials=limit)
             both = np.concatenate(
                 [items.items.ravel(), items.merges.ravel(), np.zeros(4, np.int32)]
             )
@@ -334,6 +372,19 @@ class CudaPlan:
             self._reserve(items)
             self._uploaded = True
         return self._schedules[tiling]
+
+    def _start_step(self) -> None:
+        """Upload the page tables if the plan has a new step."""
+        plan = self._plan
+        if self._step != plan.n_steps:
+            tables = _step_tables(plan)
+            packed = self._device.asarray(np.concatenate(tables))
+            offsets = np.cumsum([0, *(table.nbytes for table in tables[:-1])])
+            self._step_tables = (packed, [address(packed) + int(n) for n in offsets])
+            vectors = np.diff(plan.qo_indptr) * (plan.heads[0] // plan.heads[1])
+            self._vectors = (int(vectors.min()), int(vectors.max())) if len(vectors) else (0, 0)
+            self._schedules, self._step = {}, plan.n_steps
+            self._current.clear()
 
     def _partials_buffer(self) -> tuple[int, int]:
         """Return the address of the split-KV workspace and its size in floats."""
@@ -346,9 +397,11 @@ class CudaPlan:
         floats = items.n_partials * partial_floats(self._plan.heads)
         if self._plan.workspace is None and self._partials_buffer()[1] < floats:
             self._partials = self._device.empty(floats, np.float32)
+            self._current.clear()
         tiles = len(items.merges) * self._plan.heads[1] * items.most  # upper bound: 1 vector each
         if self._arrived.size < tiles:
             self._arrived = self._device.asarray(np.zeros(tiles, np.int32))
+            self._current.clear()
 
     def _table(self, field: int) -> int:
         """Return the device address of a table, 0 if unset."""
@@ -369,9 +422,8 @@ class CudaPlan:
         return address(known[1]) + inside
 
 
-def device_plan(plan: AttentionPlan, like: Any) -> CudaPlan:
-    """Return the device plan for the current stream of the device of `like`."""
-    device = device_of(like)
+def device_plan(plan: AttentionPlan, device: KernelDevice) -> CudaPlan:
+    """Return the device plan for the current stream of a device."""
     found: CudaPlan | None = plan.on_devices.get(device.key)  # with `StaticPlanBuffers`
     if found is None:
         key = device.key, device.stream

@@ -11,10 +11,9 @@ import math
 from typing import Any
 
 from nbflow_kernels import cuda
-from nbflow_kernels.attention import plan_layout as at
-from nbflow_kernels.attention.cuda.plan import PARAMETERS, device_plan, is_plain
+from nbflow_kernels.attention.cuda.call_shape import CallShape
+from nbflow_kernels.attention.cuda.plan import PARAMETERS, CudaPlan
 from nbflow_kernels.attention.cuda.scheduler import DECODE_VECTORS, Tiling
-from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.formats.codec_spec import PAIR_RADIX
 from nbflow_kernels.kv_cache.cpu_codec import (
     BLOCK,
@@ -36,31 +35,28 @@ RUNS, RUN = 0, 16
 _WEIGHT_BYTES, _STATIC_SHARED_BYTES = 256, 5120
 
 
-def supports(
-    plan: AttentionPlan, k_cache: Any, v_cache: Any, kv_strides: Any, kinds: tuple[int, int]
-) -> bool:
+def supports(shape: CallShape) -> bool:
     """Return whether the kernel supports a call.
 
     At least one of keys and values must have a block format; the other may be float16 with a head
     size in multiples of 32.  Codebooks, rotation in the kernel and heads above 256 columns are not
     supported.
     """
-    if max(kinds) < FIRST_BLOCK_KIND or max(kinds) >= FIRST_FLOAT8_KIND:
+    kinds = shape.kinds
+    if max(kinds) < FIRST_BLOCK_KIND or max(kinds) >= FIRST_FLOAT8_KIND or shape.rotates:
         return False
-    if any(plan.table(field) is not None for field in (at.ROPE, at.KEY_ROPE)):
-        return False
-    for kind, D in zip(kinds, plan.heads[2:], strict=True):
+    for kind, D in zip(kinds, shape.heads[2:], strict=True):
         if kind < FIRST_BLOCK_KIND and (kind != F16 or D % PART):
             return False
         if LAYOUTS[kind, CODEBOOK] or _parts(kind, D) > MAX_PARTS:
             return False
         if LAYOUTS[kind, RADIX] not in (0, PAIR_RADIX):  # other radixes are not split
             return False
-    if not all(0 <= step < 1 << 32 for steps in kv_strides for step in steps[:2]):
+    if not all(0 <= step < 1 << 32 for steps in shape.kv_strides for step in steps[:2]):
         return False
-    if not _copies(plan, (k_cache, v_cache), kv_strides, kinds)[1]:
+    if not _copies(shape)[1]:
         return False
-    return _shared_bytes(plan, kinds, 1) <= cuda.device_of(k_cache).max_shared_bytes
+    return _shared_bytes(shape, 1) <= shape.max_shared_bytes
 
 
 @functools.cache
@@ -74,28 +70,35 @@ def kernel(kinds: tuple[int, int], parts: tuple[int, int], quads: int, copy: int
     return cuda.cpp_kernel(__file__, "quantized_kv.cu", name, PARAMETERS)
 
 
-def attend(
-    plan: AttentionPlan, arguments: tuple[Any, ...], kv_strides: Any, kinds: tuple[int, int]
-) -> None:
+def attend(tables: CudaPlan, shape: CallShape, arguments: tuple[Any, ...]) -> None:
     """Launch the kernel for single-row requests and for longer ones."""
-    q, k_cache, v_cache = arguments[0], *arguments[3:5]
-    H, G, D_qk, D_vo = plan.heads
-    parts = _parts(kinds[0], D_qk), _parts(kinds[1], D_vo)
-    copy = _copies(plan, (k_cache, v_cache), kv_strides, kinds)[0]
-    one_row = min(4 * cuda.ceil_div(H // G, 4), DECODE_VECTORS)
-    tables = device_plan(plan, q)
-    single = Tiling(DECODE_VECTORS, at_most=one_row)
-    for tiling in (single, Tiling(DECODE_VECTORS, more_than=one_row)):
+    for tiling in _tilings(shape.heads):
         items = tables.items(tiling)
-        if not len(items.items):
-            continue
-        quads = 1 if items.most <= 4 else 2 if items.most <= 8 or parts[1] > 4 else 4
-        while _shared_bytes(plan, kinds, quads) > cuda.device_of(q).max_shared_bytes:
-            quads //= 2
-        kernel(kinds, parts, quads, copy)(
-            (len(items.items), G, cuda.ceil_div(items.most, 4 * quads)), 32 * WARPS,
-            (tables.header(tiling), *arguments), _dynamic_bytes(plan, kinds, quads),
-        )  # fmt: skip
+        if items.n:
+            launched, grid, shared = _launch(shape, items.n, items.most)
+            launched(grid, 32 * WARPS, (tables.header(tiling), *arguments), shared)
+
+
+@functools.cache
+def _tilings(heads: tuple[int, int, int, int]) -> tuple[Tiling, Tiling]:
+    """Return the tiles of single-row requests and of longer ones."""
+    one_row = min(4 * cuda.ceil_div(heads[0] // heads[1], 4), DECODE_VECTORS)
+    return Tiling(DECODE_VECTORS, at_most=one_row), Tiling(DECODE_VECTORS, more_than=one_row)
+
+
+@functools.lru_cache(4096)
+def _launch(
+    shape: CallShape, n_items: int, most: int
+) -> tuple[cuda.Kernel, tuple[int, int, int], int]:
+    """Return the kernel, its grid and its dynamic shared memory in bytes."""
+    _, G, D_qk, D_vo = shape.heads
+    parts = _parts(shape.kinds[0], D_qk), _parts(shape.kinds[1], D_vo)
+    quads = 1 if most <= 4 else 2 if most <= 8 or parts[1] > 4 else 4
+    while _shared_bytes(shape, quads) > shape.max_shared_bytes:
+        quads //= 2
+    grid = n_items, G, cuda.ceil_div(most, 4 * quads)
+    found = kernel(shape.kinds, parts, quads, _copies(shape)[0])
+    return found, grid, _dynamic_bytes(shape, quads)
 
 
 def _parts(kind: int, D: int) -> int:
@@ -112,19 +115,17 @@ def _row_bytes(kind: int, D: int) -> int:
     return cuda.ceil_div(D, int(LAYOUTS[kind, BLOCK])) * int(LAYOUTS[kind, BLOCK_BYTES])
 
 
-def _copies(
-    plan: AttentionPlan, caches: tuple[Any, Any], kv_strides: Any, kinds: tuple[int, int]
-) -> tuple[int, bool]:
+def _copies(shape: CallShape) -> tuple[int, bool]:
     """Return the copy mode (`RUNS` or the alignment up to 16), and whether copies are possible."""
-    starts, tokens, neighbours = 0, 0, plan.page_size % RUN == 0
-    for kind, cache, (page, token, head), D in zip(
-        kinds, caches, kv_strides, plan.heads[2:], strict=True
+    starts, tokens, neighbours = 0, 0, shape.page_size % RUN == 0
+    for kind, offset, (page, token, head), D in zip(
+        shape.kinds, shape.offsets, shape.kv_strides, shape.heads[2:], strict=True
     ):
         row = _row_bytes(kind, D)
         # ragged keys: pages overlap, and the last ones are not full
-        whole = page == 0 or page >= plan.page_size * row
+        whole = page == 0 or page >= shape.page_size * row
         neighbours = neighbours and whole and token == row
-        starts |= cuda.address(cache) | page | head
+        starts |= offset | page | head
         tokens |= token
     if neighbours and starts % 16 == 0:
         return RUNS, True
@@ -132,17 +133,17 @@ def _copies(
     return alignment, alignment > 1
 
 
-def _shared_bytes(plan: AttentionPlan, kinds: tuple[int, int], quads: int) -> int:
-    return _dynamic_bytes(plan, kinds, quads) + _STATIC_SHARED_BYTES
+def _shared_bytes(shape: CallShape, quads: int) -> int:
+    return _dynamic_bytes(shape, quads) + _STATIC_SHARED_BYTES
 
 
-def _dynamic_bytes(plan: AttentionPlan, kinds: tuple[int, int], quads: int) -> int:
+def _dynamic_bytes(shape: CallShape, quads: int) -> int:
     """Return the dynamic shared memory of the kernel in bytes, following its source."""
-    _, _, D_qk, D_vo = plan.heads
+    kinds, (_, _, D_qk, D_vo) = shape.kinds, shape.heads
     k_parts, v_parts = _parts(kinds[0], D_qk), _parts(kinds[1], D_vo)
     tiles, vectors = 1 if k_parts + v_parts > MAX_PARTS else 2, 4 * quads
     rows = 16 * tiles * (_row_bytes(kinds[0], D_qk) + _row_bytes(kinds[1], D_vo))
     weights = tiles * v_parts * quads * _WEIGHT_BYTES
     sums = 4 * vectors * (2 * WARPS + 2 + 4 + 2 * (PART * v_parts + 1))
-    room = 0 if is_plain(plan) else 4 * 2 * tiles * quads * 32 * WARPS
+    room = 0 if shape.plain else 4 * 2 * tiles * quads * 32 * WARPS
     return quads * k_parts * 512 + WARPS * (weights + STAGES * rows) + sums + room

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +50,11 @@ class CudaWorkItems:
     """Largest number of query vectors of an item."""
     any_multi_split: bool
     """True if an unsplit item covers more than one split."""
+
+    @cached_property
+    def n(self) -> int:
+        """Number of items."""
+        return len(self.items)
 
 
 def split_keys(plan: AttentionPlan) -> int:
