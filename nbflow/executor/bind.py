@@ -475,6 +475,13 @@ class Binder:
         bias = expert_biases(op, self._spec, weights.bias[index])
         first, end = op.attrs["experts"]
         arguments, options = moe_arguments(op, matrices, bias), spec.routing
+        activations = self.executor.activations
+        layer = self.executor.expert_layer(index, arguments)
+        if layer.can_capture(len(x) * options["top_k"]):
+            scratch = self.executor.scratch
+            return self._captured(
+                op, layer.launch, x, router, options, bias.choice, bias.scale, first, scratch, out
+            )
 
         def call() -> None:  # the products depend on the router's choice
             scores, chosen = nk.moe_routing(router, correction_bias=bias.choice, **options)
@@ -483,8 +490,8 @@ class Binder:
             chosen -= np.int32(first)
             chosen[(chosen < 0) | (chosen >= end - first)] = -1  # an expert of another rank
             nk.fused_moe(
-                x, topk_weights=scores, topk_ids=chosen, activations=self.executor.activations,
-                out=out, **arguments,
+                x, topk_weights=scores, topk_ids=chosen, activations=activations, out=out,
+                **arguments,
             )  # fmt: skip
 
         return PythonOp(op.kind, call)

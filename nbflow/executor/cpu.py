@@ -23,6 +23,7 @@ from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.block_table import PageView
 from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
 from nbflow_kernels.cpu.parallel_for import count_kernel_seconds, get_num_threads, run_graph
+from nbflow_kernels.moe.cpu_captured import ExpertLayer, Scratch
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 
 MAX_BOUND = 128
@@ -64,11 +65,30 @@ class CpuExecutor(Executor):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._int8_rows: dict[int, Int8Rows] = {}  # by number of columns
+        self._scratch: dict[tuple[str, int], np.ndarray] = {}  # by name and number of columns
+        self._expert_layers: dict[int, ExpertLayer] = {}  # by index of the op
+        self.scratch = Scratch(self._scratch_floats, self.int8_rows)
+        """Buffers of captured layers of experts."""
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of the buffers and of the rotary tables."""
-        return super().workspace_bytes + sum(b.nbytes for b in self._int8_rows.values())
+        own = sum(rows.nbytes for rows in self._int8_rows.values())
+        return super().workspace_bytes + own + sum(x.nbytes for x in self._scratch.values())
+
+    def expert_layer(self, index: int, arguments: dict[str, Any]) -> ExpertLayer:
+        """Return the layer of an `experts` op, made at the first call from `moe_arguments`."""
+        if index not in self._expert_layers:
+            made = ExpertLayer(**arguments, activations=self.activations)
+            self._expert_layers[index] = made
+        return self._expert_layers[index]
+
+    def _scratch_floats(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
+        """Return a float32 buffer; ops use those of one name and width in turn."""
+        key = name, n_columns
+        if key not in self._scratch or len(self._scratch[key]) < n_rows:
+            self._scratch[key] = np.zeros((n_rows, n_columns), np.float32)
+        return self._scratch[key][:n_rows]
 
     def int8_rows(self, n_rows: int, n_columns: int) -> Int8Rows:
         """Return a buffer for int8 activations; ops of one width share it in turn."""
@@ -94,6 +114,7 @@ class CpuExecutor(Executor):
         """Free the buffers of steps; the next step allocates those it needs."""
         super().release_buffers()
         self._int8_rows.clear()
+        self._scratch.clear()
 
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""

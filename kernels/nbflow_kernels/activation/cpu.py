@@ -16,7 +16,7 @@ from nbflow_kernels.cpu.simd_memory import address_of
 from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
 
 LOGISTIC, NORMAL, RELU, RELU2, SIGMOID, CLAMPED = range(6)
-_COST = 16  # multiply-adds per element, for the decision to use more than one thread
+COST = 16  # multiply-adds per element, for the decision to use more than one thread
 
 Activation = tuple[int, float, float]
 """Function code and its two parameters: linear and cubic factor, or alpha and limit."""
@@ -69,7 +69,7 @@ def _run(activation, gate, up, row_bytes, interleaved, out):
     T, width = out.shape
     hold(out)
     parallel_for(
-        _activate, T, T * width * _COST,
+        activate_rows, T, T * width * COST,
         gate, up, row_bytes, interleaved, address_of(out), out.strides[0], width, *activation,
     )  # fmt: skip
 
@@ -138,7 +138,7 @@ def activated(v, code, linear, cubic):
 
 
 @jit.kernel
-def _activate(
+def activate_rows(
     gate, up, row_bytes, interleaved, out, out_row_bytes, width, code, linear, cubic, start, stop
 ):
     """Compute rows [start, stop)."""

@@ -100,17 +100,12 @@ class CpuGraph:
 
     def _fill(self) -> None:
         calls, n_threads = self.calls, self.n_threads
-        keys = [(call.kernel, tuple(map(_kind, call.args))) for call in calls]
-        missing = {key: call for key, call in zip(keys, calls, strict=True) if key not in _codes}
-        if missing:
-            _add_codes(missing)
-        codes = [_codes[key] for key in keys]
         parts = [call.parts(n_threads) for call in calls]
         self.is_shared = max(parts, default=1) > 1
-        for i, (call, code) in enumerate(zip(calls, codes, strict=True)):
+        for i, (call, made) in enumerate(zip(calls, machine_calls(calls), strict=True)):
             row = self.table[i]
-            row[FUNCTION] = code.trampoline
-            row[ARGUMENTS] = self._keep(_argument_block(code, call.args))
+            row[FUNCTION] = made[0]
+            row[ARGUMENTS] = self._keep(made[1])
             cell = call.n_rows if call.is_dynamic else np.array([call.n_rows], np.int64)
             row[ROWS] = self._keep(cell)
             row[PARTS] = parts[i]
@@ -124,6 +119,22 @@ class CpuGraph:
     def _keep(self, array: np.ndarray) -> int:
         self._kept.append(array)
         return array.ctypes.data
+
+
+def machine_calls(calls: Sequence[GraphNode]) -> list[tuple[int, np.ndarray]]:
+    """Return the trampoline of each call's kernel and the words that it reads the arguments from.
+
+    Compiles kernels that are not compiled yet.
+    """
+    keys = [(call.kernel, tuple(map(_kind, call.args))) for call in calls]
+    missing = {key: call for key, call in zip(keys, calls, strict=True) if key not in _codes}
+    if missing:
+        _add_codes(missing)
+    codes = [_codes[key] for key in keys]
+    return [
+        (code.trampoline, _argument_block(code, call.args))
+        for code, call in zip(codes, calls, strict=True)
+    ]
 
 
 def _streamed(call: GraphNode) -> tuple[int, int]:

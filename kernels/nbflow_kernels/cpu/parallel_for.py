@@ -89,13 +89,15 @@ def capture() -> Iterator[Capture]:
     """Collect the compiled calls of launchers in the present thread instead of making them.
 
     A launcher (a function of a family's `cpu` module) only chooses a kernel and its arguments;
-    called again and again with the same arrays, it need not choose again.
+    called again and again with the same arrays, it need not choose again.  Captures nest: the
+    innermost collects the calls.
     """
+    before = _local.capture
     _local.capture = captured = Capture()
     try:
         yield captured
     finally:
-        _local.capture = None
+        _local.capture = before
 
 
 def not_capturable() -> None:

@@ -48,6 +48,17 @@ def permute(
     parallel_for(_permute, 1, 0.0, ids, rows, indptr, inverse)
 
 
+def multiply(
+    x: NDArray[np.float32], rows: Int8Rows | None, w: Matrix, bias: NDArray[np.float32] | None,
+    activations: str, out: NDArray[np.float32],
+) -> None:  # fmt: skip
+    """Launch the product with an expert's matrix; `rows` is `x` in int8, or None."""
+    if rows is not None and is_block_quantized(w):
+        quant_cpu.matmul_int8(rows, w, bias, False, out)
+    else:
+        matmul(x, w, bias, out, bf16=activations == "bf16")
+
+
 def grouped(
     x: NDArray[np.float32],
     matrices: Sequence[Matrix],
@@ -61,7 +72,7 @@ def grouped(
     edges = indptr.tolist()
     used = [i for i in range(len(matrices)) if edges[i] < edges[i + 1]]
     rows = None
-    if activations == "int8" and any(_is_block_quantized(matrices[i]) for i in used):
+    if activations == "int8" and any(is_block_quantized(matrices[i]) for i in used):
         rows = Int8Rows.empty(len(x) + ROWS, x.shape[1])  # see `Int8Rows.part`
         with in_order():
             quant_cpu.quantize_activations(x, rows)
@@ -69,15 +80,12 @@ def grouped(
         for i in used:
             part, w = slice(edges[i], edges[i + 1]), matrices[i]
             added = None if bias is None else bias[i]
-            if rows is not None and _is_block_quantized(w):
-                some = rows.part(part.start, part.stop)
-                quant_cpu.matmul_int8(some, w, added, False, out[part])
-            else:
-                matmul(x[part], w, added, out[part], bf16=activations == "bf16")
+            some = None if rows is None else rows.part(part.start, part.stop)
+            multiply(x[part], some, w, added, activations, out[part])
     out[edges[-1] :] = 0.0
 
 
-def _is_block_quantized(w: Matrix) -> TypeGuard[QuantTensor]:
+def is_block_quantized(w: Matrix) -> TypeGuard[QuantTensor]:
     """Return True for weights that int8 activations can multiply."""
     return isinstance(w, QuantTensor) and w.format.takes_int8
 

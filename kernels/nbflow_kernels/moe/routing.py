@@ -107,6 +107,41 @@ def moe_routing(
     """
     check_array("logits", logits, (None, None))
     T, E = logits.shape
+    numbers = routing_numbers(
+        E, top_k, scoring=scoring, renormalize=renormalize, n_groups=n_groups,
+        top_k_groups=top_k_groups, group_score=group_score,
+        routed_scaling_factor=routed_scaling_factor, min_score=min_score,
+    )  # fmt: skip
+    if correction_bias is not None:
+        check_array("correction_bias", correction_bias, (E,))
+    weights, ids = empty(logits, (T, top_k)), empty(logits, (T, top_k), np.int32)
+    (cuda if is_cuda(logits) else cpu).routing(logits, correction_bias, *numbers, weights, ids)
+    if not is_cuda(logits) and T and np.isnan(weights[:, 0]).any():
+        row = int(np.flatnonzero(np.isnan(weights[:, 0]))[0])
+        raise UsageError(f"logits: row {row} must not have a NaN or +inf, nor be all -inf")
+    return weights, ids
+
+
+def routing_numbers(
+    n_experts: int,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    n_groups: int = 1,
+    top_k_groups: int = 1,
+    group_score: str = "max",
+    routed_scaling_factor: float = 1.0,
+    min_score: float = 0.0,
+) -> tuple[bool, bool, int, int, bool, float, float]:
+    """Check options of `moe_routing`; return them as the launchers of the router take them.
+
+    Raises
+    ------
+    UsageError
+        If a number is out of range or a name is unknown.
+    """
+    E = n_experts
     if scoring not in SCORINGS:
         raise unknown_name("scoring", scoring, SCORINGS)
     if group_score not in GROUP_SCORES:
@@ -120,18 +155,10 @@ def moe_routing(
         raise UsageError(f"top_k must be 1..{max_top_k}, the experts a token may use, got {top_k}")
     if group_score == "top2_sum" and E // n_groups < 2:
         raise UsageError('group_score="top2_sum" needs groups of at least two experts')
-    if correction_bias is not None:
-        check_array("correction_bias", correction_bias, (E,))
-    weights, ids = empty(logits, (T, top_k)), empty(logits, (T, top_k), np.int32)
-    (cuda if is_cuda(logits) else cpu).routing(
-        logits, correction_bias, scoring == "sigmoid", bool(renormalize), int(n_groups),
-        int(top_k_groups), group_score == "top2_sum", float(routed_scaling_factor),
-        float(min_score), weights, ids,
+    return (
+        scoring == "sigmoid", bool(renormalize), int(n_groups), int(top_k_groups),
+        group_score == "top2_sum", float(routed_scaling_factor), float(min_score),
     )  # fmt: skip
-    if not is_cuda(logits) and T and np.isnan(weights[:, 0]).any():
-        row = int(np.flatnonzero(np.isnan(weights[:, 0]))[0])
-        raise UsageError(f"logits: row {row} must not have a NaN or +inf, nor be all -inf")
-    return weights, ids
 
 
 def moe_permute(ids: NDArray[np.int32], n_experts: int) -> tuple[Any, Any, Any]:
