@@ -81,6 +81,8 @@ class ConfigRule:
     checkpoint has; for layer_types, or with `where`."""
     largest: bool = False
     """Of a key with a number for each layer, the largest counts."""
+    count: bool = False
+    """Of a key with an entry or letter for each layer, their number counts; for n_layers."""
     kinds: tuple[str, ...] = ()
     """Kinds of layers for layer_types, where a key holds numbers of layers, or n for every n-th
     layer: the kind of these, then the kind of the others."""
@@ -412,6 +414,8 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
         raise UsageError(f"{at}: largest goes with numbers, such as n_kv_heads")
     if same_as is not None and same_as not in above:
         raise UsageError(f"{at}: {same_as!r} must be a field listed above it")
+    if rule.get("count") and name != "n_layers":
+        raise UsageError(f"{at}: count goes with n_layers")
     kinds = strings(rule.get("kinds", []), f"{at} kinds")
     if kinds and (name != "layer_types" or len(kinds) != 2 or default is not None):
         raise UsageError(
@@ -435,6 +439,7 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
         where=None if word is None else check_value(word, f"{at} where", str),
         has={word: check_value(tensor, f"{at} has {word}", str) for word, tensor in has.items()},
         largest=check_value(rule.get("largest", False), f"{at} largest", bool),
+        count=check_value(rule.get("count", False), f"{at} count", bool),
         kinds=kinds,
         from_one=check_value(rule.get("from_one", False), f"{at} from_one", bool),
         offset=None if offset is None else check_value(offset, f"{at} offset", str),

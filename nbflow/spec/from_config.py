@@ -27,6 +27,7 @@ from nbflow.spec.layer_types import (
     words_by_tensor,
 )
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.per_layer_config import check_layer_keys
 from nbflow.spec.positions import ropes, temperature, unrotated
 from nbflow.spec.recurrent import delta, selective, state_space
 from nbflow.spec.tensor_names import FUSED
@@ -34,6 +35,12 @@ from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import check_value
 from nbflow_kernels.errors import UsageError
 
+WAY_AROUND = (
+    'Where other fields say what the value means, or it means nothing, write extends = "{}", '
+    '[only] "{}" = "any" and these fields to a file for --spec; a computation without a field can '
+    "be the op of a plugin (docs/bring_your_own_architecture.md)"
+)
+"""Format of the advice on an unsupported value: family and key."""
 N_BEHIND = 4
 """Layers for the prediction of several tokens that a checkpoint may hold behind the last one."""
 
@@ -102,6 +109,7 @@ def build_spec(
             checkpoint_tensors=checkpoint_tensors,
         )
     kinds = layer_kinds(family, values, where)
+    check_layer_keys(family, config, kinds, values["n_layers"], where)
     moe = _moe(values)
     layers = first_layers(values["n_layers"], kinds, frozenset() if moe is None else moe.layers)
     names = _names(family, tensors or {}, layers, held)
@@ -199,7 +207,7 @@ def _refuse_unsupported(family: Family, config: Mapping[str, Any], where: str) -
             also = "".join(f", with {k} = {v!r}," for k, v in rule.when.items())
             raise UsageError(
                 f"{where}: {_full(config, key)} = {shown(value):.120}{also} is not supported by "
-                f"family {family.name!r}; it must be {can}"
+                f"family {family.name!r}; it must be {can}.  {WAY_AROUND.format(family.name, key)}"
             )
 
 
@@ -280,6 +288,8 @@ def _from_config(
         value = lookup(config, key)
         if value is None or value == {}:  # an empty table of scalings is absent
             continue
+        if rule.count:
+            value = len(check_value(value, f"{where}: {key}", str if type(value) is str else [str]))
         if rule.kinds:
             offset = None if rule.offset is None else lookup(config, rule.offset)
             if rule.from_one and isinstance(value, list):

@@ -157,6 +157,71 @@ def test_a_small_configuration_keeps_layers_that_share_keys_and_values() -> None
     assert small["eos_token_id"] == [1, 106]
 
 
+@pytest.mark.parametrize(
+    ("name", "config", "small"),
+    [
+        # keys of single layers keep their layers, one of each kind
+        (
+            "gemma4",
+            {
+                "num_hidden_layers": 30, "num_attention_heads": 8, "num_key_value_heads": 4,
+                "head_dim": 256, "layer_types": (["sliding"] * 5 + ["full"]) * 5,
+                "per_layer_config": {str(i).zfill(2): {"head_dim": 512} for i in range(5, 30, 6)},
+            },
+            {
+                "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "head_dim": 16, "layer_types": ["sliding"] * 3 + ["full"],
+                "per_layer_config": {"3": {"head_dim": 32}},
+            },
+        ),
+        # so do lists of numbers, and those from one
+        (
+            "kimi_linear",
+            {
+                "num_hidden_layers": 12, "first_k_dense_replace": 1,
+                "linear_attn_config": {"full_attn_layers": [5, 9], "kda_layers": [1, 2]},
+            },
+            {
+                "num_hidden_layers": 4, "first_k_dense_replace": 1,
+                "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2]},
+            },
+        ),
+        # letters
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "M-M-M-*-M", "hidden_size": 64, "mamba_num_heads": 128,
+             "mamba_head_dim": 64, "num_hidden_layers": 9, "ssm_state_size": 128},
+            {"hybrid_override_pattern": "M-M*", "hidden_size": 64, "mamba_num_heads": 8,
+             "mamba_head_dim": 1024, "num_hidden_layers": 4, "ssm_state_size": 16},
+        ),
+        # every n-th layer
+        (
+            "jamba",
+            {"num_hidden_layers": 32, "attn_layer_period": 8, "attn_layer_offset": 4},
+            {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 3},
+        ),
+        # columns of states stay a share of the stream's
+        (
+            "granitemoehybrid",
+            {"hidden_size": 4096, "num_attention_heads": 32, "mamba_n_heads": 128,
+             "mamba_d_head": 64, "mamba_expand": 2},
+            {"hidden_size": 64, "num_attention_heads": 4, "mamba_n_heads": 8,
+             "mamba_d_head": 16, "mamba_expand": 2},
+        ),
+        # an even number of rotated columns
+        (
+            "mimo_v2_flash",
+            {"head_dim": 192, "num_attention_heads": 64, "partial_rotary_factor": 0.334},
+            {"head_dim": 18, "num_attention_heads": 4, "partial_rotary_factor": 0.334},
+        ),
+    ],
+)  # fmt: skip
+def test_a_small_configuration_has_each_kind_of_layer(
+    name: str, config: dict[str, Any], small: dict[str, Any]
+) -> None:
+    assert shrink(config, families()[name]) == small
+
+
 def test_heads_of_latent_attention_stay_as_many_as_keys() -> None:
     config = {
         "model_type": "deepseek_v3", "num_attention_heads": 128, "num_key_value_heads": 128,

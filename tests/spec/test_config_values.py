@@ -86,6 +86,7 @@ NO_EFFECT = [
     ("chatglm2", {"apply_query_key_layer_scaling": True, "fp32_residual_connection": True}),
     ("llama4_text", {"attn_scale": 3.0, "floor_scale": 2, "router_jitter_noise": 0.1}),
     ("llama4_text", {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 2}),
+    ("llama31", {"per_layer_config": {"0": {"hidden_act": "silu"}}}),  # as in the other layers
 ]  # fmt: skip
 
 
@@ -238,6 +239,13 @@ MATTERS = [
     ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, "index_types must be 3 times"),
     ("glm_moe_dsa", {"indexer_types": ABSENT, "index_topk_freq": 4}, "index_topk_freq = 4"),
     ("cohere2", {"layer_types": ["chunked_attention"] * 3}, "which needs attention_chunk"),
+    ("gemma4", {"per_layer_config": {"1": {"head_dim": 16}}},
+     r"head_dim is 16 in layers 1 and 8 in the others, but must have one value for all layers w"),
+    ("gemma4", {"per_layer_config": {"6": {}}}, r"numbers of layers, 0\.\.5, got '6'"),
+    ("llama31", {"per_layer_config": {"0": {"rms_norm_eps": 0.5}}},
+     "rms_norm_eps is 0.5 in layers 0 and .* must have one value for all layers; take"),
+    ("bamba", {"hidden_act": "gelu"},
+     r'extends = "bamba", \[only\] "hidden_act" = "any" and these fields to a file for --spec'),
 ]  # fmt: skip
 
 
@@ -300,6 +308,30 @@ CHANGES = [
 def test_values_that_are_followed(name, changes, field, value):
     assert getattr(spec_of(name, {}), field) != value or field == "full_layers"
     assert getattr(spec_of(name, changes), field) == value
+
+
+def test_widths_of_layers_as_transformers_saves_them() -> None:
+    """It writes keys of layers that differ, with zeros before their numbers; none if all agree."""
+    types = (["sliding_attention"] * 5 + ["full_attention"]) * 2
+    config = {
+        "model_type": "gemma4_text", "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8,
+        "num_key_value_heads": 2, "num_hidden_layers": 12, "layer_types": types,
+    }  # fmt: skip
+    wide = {"head_dim": 16, "num_key_value_heads": 1}
+    for layers, heads in (({"05": wide, "11": wide}, (1, 16)), ({}, (2, 8)), (None, (2, 512))):
+        stated = config if layers is None else config | {"per_layer_config": layers}
+        spec = build_spec(family_of_config(stated, "c"), stated, name="m", where="config.json")
+        assert (spec.n_kv_heads, spec.head_dim) == heads
+        local = spec.local_heads
+        assert (local is None) == (heads == (2, 8))
+        assert local is None or (local.n_kv_heads, local.key_dim) == (2, 8)
+
+
+def test_layers_are_counted_where_their_number_is_not_stated() -> None:
+    kinds = ["linear_attention", "mlp", "full_attention", "mlp"]
+    absent = dict.fromkeys(("num_hidden_layers", "hybrid_override_pattern"), ABSENT)
+    spec = spec_of("nemotron_h", absent | {"layers_block_type": kinds})
+    assert spec.as_dict() == spec_of("nemotron_h", {}).as_dict()
 
 
 def test_without_layer_types_the_rotated_layers_attend_within_chunks():

@@ -38,7 +38,7 @@ def record(folder: Path, config: Mapping[str, Any], n_tokens: int, seed: int) ->
     MissingExtraError
         If torch or transformers is not installed.
     UsageError
-        If transformers cannot make a causal language model of the configuration.
+        If transformers cannot make a causal language model of the configuration, or run it.
     """
     torch, transformers = _packages()
     text = json.dumps(config, indent=1)
@@ -46,7 +46,9 @@ def record(folder: Path, config: Mapping[str, Any], n_tokens: int, seed: int) ->
     torch.manual_seed(seed)
     try:
         made = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        options = {"dtype": torch.float32, "attn_implementation": "eager"}
+        # its eager attention adds Falcon's ALiBi twice
+        attention = "sdpa" if getattr(made, "alibi", False) else "eager"
+        options = {"dtype": torch.float32, "attn_implementation": attention}
         model = transformers.AutoModelForCausalLM.from_config(made, **options).eval()
     except Exception as error:  # transformers raises what its parts raise
         reason = " ".join(str(error).split())
@@ -61,7 +63,15 @@ def record(folder: Path, config: Mapping[str, Any], n_tokens: int, seed: int) ->
     (folder / "generation_config.json").unlink(missing_ok=True)
     text_config = made.get_text_config()
     ids = np.random.default_rng(seed).integers(0, text_config.vocab_size, n_tokens)
-    return _run(torch, transformers, model, ids)
+    try:
+        return _run(torch, transformers, model, ids)
+    except Exception as error:  # as above
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"transformers {transformers.__version__} cannot run the small model "
+            f"({type(error).__name__}: {reason:.300}); change its configuration with --set "
+            f"KEY=VALUE, {NPZ}"
+        ) from error
 
 
 def _packages() -> tuple[Any, Any]:
@@ -108,7 +118,9 @@ def _run(torch: Any, transformers: Any, model: Any, ids: np.ndarray) -> Recordin
         hook = _input_recorder(torch, found)
         handles.append(stack[0].register_forward_pre_hook(hook, with_kwargs=True))
     with torch.no_grad():
-        found.logits = model(torch.tensor(ids)[None]).logits[0].double().numpy()
+        # without a cache, which transformers cannot make for models without attention
+        output = model(torch.tensor(ids)[None], use_cache=False)
+        found.logits = output.logits[0].double().numpy()
     for handle in handles:
         handle.remove()
     return found
