@@ -69,7 +69,10 @@ def grouped(
         for i in used:
             part, w = slice(edges[i], edges[i + 1]), matrices[i]
             added = None if bias is None else bias[i]
-            if rows is not None and _is_block_quantized(w):
+            if isinstance(w, QuantTensor) and w.column_order is not None:
+                with in_order():  # each expert gathers the columns of its own order
+                    quant_cpu.qmatmul(x[part], w, added, False, activations, out[part])
+            elif rows is not None and _is_block_quantized(w):
                 some = rows.part(part.start, part.stop)
                 quant_cpu.matmul_int8(some, w, added, False, out[part])
             else:
