@@ -16,8 +16,9 @@ int8        weight int8 (N, K); weight_scale (N, G), or SCB (N), 127 times the s
 ==========  ==================================================================================
 
 Words are little-endian streams of bits: 3-bit codes cross the borders of words.  A matrix is read
-as a grouped format of `nbflow_kernels.formats.grouped`; one that it cannot hold (columns in any
-order of groups, or a group that 16 does not divide) is read as float32.
+as a grouped format of `nbflow_kernels.formats.grouped`, with columns sorted by group where they
+belong to groups in any order (`nbflow_kernels.formats.column_order`).  One that no format holds (a
+group that 16 does not divide, or zero points with float32 scales) is read as float32.
 
 Sources: AutoGPTQ 0.7 (qlinear_cuda_old.py), GPTQModel 7.7 (converter.py), AutoAWQ 0.2
 (packing_utils.py), compressed-tensors 0.20 (pack_quantized/helpers.py), bitsandbytes 0.50,
@@ -33,11 +34,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow.checkpoint.column_groups import ColumnGroups
 from nbflow.checkpoint.dequantize_scaled import joined_parts
 from nbflow.checkpoint.strided_read import is_contiguous
 from nbflow.checkpoint.weight_file import Read, Span, TensorEntry
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.formats.grouped import BLOCK_SIZES, GroupFormat, group_format
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -102,12 +105,11 @@ class GroupedStorage:
     def planned_format(self, n_columns: int, dtype: object) -> str:
         """Return the format of a matrix of a checkpoint whose scales have the type of config.json.
 
-        Zero points and the order of columns are as the configuration says.
+        Zero points are as the configuration says, and groups have one size.
         """
         has_zeros = not self.symmetric
         scale_type = "f16" if dtype == "float16" else "bf16"
-        found = None if self.act_order else self.format(n_columns, scale_type, has_zeros)
-        return found or "f32"
+        return self.format(n_columns, scale_type, has_zeros) or "f32"
 
 
 @dataclass(frozen=True)
@@ -118,42 +120,39 @@ class GroupedParts:
     codes: TensorEntry
     scales: TensorEntry
     zeros: TensorEntry | None
-    order: TensorEntry | None
-    """Group of each column, if they are not in order."""
     shape: tuple[int, int]
 
     @property
     def parts(self) -> tuple[TensorEntry, ...]:
         """The stored tensors."""
-        found = (self.codes, self.scales, self.zeros, self.order)
+        found = (self.codes, self.scales, self.zeros)
         return tuple(part for part in found if part is not None)
 
     def values(self, read: Read, rows: Span, columns: Span) -> NDArray[np.float32]:
         """Return a rectangle as float32: scale * (code - zero), rounded once."""
         codes = self._codes(read, rows, columns)
         scales, zeros = self._scales(read, rows), self._zeros(read, rows)
-        if self.order is not None:
-            groups = read(self.order, columns, None).astype(np.int64)
-        else:
-            groups = np.arange(*columns) // (self.storage.group or self.shape[1])
-        if groups.size and not 0 <= groups.min() <= groups.max() < scales.shape[1]:
-            raise UsageError(
-                f"{self._where}: groups of columns must lie in 0..{scales.shape[1] - 1}, got "
-                f"{groups.min()}..{groups.max()}"
-            )
+        groups = self._groups_of(columns)
         steps = codes.astype(np.float32) - zeros[:, groups]  # exact
         steps *= scales[:, groups]
         return steps
 
     def blocks(self, read: Read, format: Any, rows: Span, columns: Span) -> NDArray[np.uint8]:
         """Return storage bytes (rows, row bytes) of a `GroupFormat`; columns in whole blocks."""
-        codes, zeros = self._codes(read, rows, columns), None
-        if self.zeros is not None:  # those of symmetric storage are checked
-            zeros = self._zeros(read, rows)
-        if not format.has_zeros:
-            zeros = None
-        group = self.storage.group or self.shape[1]
-        return group_blocks(format, codes, self._scales(read, rows), zeros, columns, group)
+        groups = self._groups_of(columns)[:: format.block_size]
+        codes, zeros = self._codes(read, rows, columns), self._stored_zeros(read, format, rows)
+        return group_blocks(format, codes, self._scales(read, rows), zeros, groups)
+
+    def _groups_of(self, columns: Span) -> NDArray[np.integer]:
+        """Return the group of each column of a span."""
+        return np.arange(*columns) // (self.storage.group or self.shape[1])
+
+    def _stored_zeros(
+        self, read: Read, format: GroupFormat, rows: Span
+    ) -> NDArray[np.uint8] | None:
+        """Return the zero points (rows, groups) that the blocks of a format store, if any."""
+        zeros = None if self.zeros is None else self._zeros(read, rows)  # checked if symmetric
+        return zeros if format.has_zeros else None
 
     @property
     def _where(self) -> str:
@@ -228,6 +227,33 @@ class GroupedParts:
         return -(-self.shape[1] // (self.storage.group or max(1, self.shape[1])))
 
 
+@dataclass(frozen=True)
+class ReorderedGroupedParts(GroupedParts):
+    """Stored tensors of one matrix whose columns belong to groups in any order (act-order)."""
+
+    order: TensorEntry
+    column_groups: ColumnGroups
+
+    @property
+    def parts(self) -> tuple[TensorEntry, ...]:
+        """The stored tensors."""
+        return (*super().parts, self.order)
+
+    def quantized(self, read: Read, rows: Span, columns: Span) -> QuantTensor:
+        """Return a rectangle with its columns sorted by group."""
+        format = self.column_groups.format(columns)
+        order, block_groups = self.column_groups.ordered(columns)
+        codes = self._codes(read, rows, columns)[:, order]
+        codes[:, order < 0] = 0
+        zeros = self._stored_zeros(read, format, rows)
+        blocks = group_blocks(format, codes, self._scales(read, rows), zeros, block_groups)
+        shape = rows[1] - rows[0], columns[1] - columns[0]
+        return QuantTensor(format, shape, blocks, column_order=order)
+
+    def _groups_of(self, columns: Span) -> NDArray[np.integer]:
+        return self.column_groups.of(columns)
+
+
 def grid_block(group: int, n_columns: int) -> int | None:
     """Return the largest block size that divides groups and columns, or None."""
     return next((n for n in BLOCK_SIZES if group % n == 0 and n_columns % n == 0), None)
@@ -238,15 +264,13 @@ def group_blocks(
     codes: NDArray[np.uint8],
     scales: NDArray[np.float32],
     offsets: NDArray[Any] | None,
-    columns: Span,
-    group: int,
+    groups: NDArray[np.integer],
 ) -> NDArray[np.uint8]:
     """Return storage bytes (rows, row bytes) of codes (rows, columns).
 
-    `scales` and `offsets` (rows, groups) are those of whole rows, whose groups have `group`
-    columns; `offsets` as in `GroupFormat.blocks`.
+    `scales` and `offsets` (rows, groups) are those of whole rows, `groups` (blocks,) the group of
+    each block; `offsets` as in `GroupFormat.blocks`.
     """
-    groups = np.arange(columns[0], columns[1], format.block_size) // group
     each = [
         None if part is None else np.ascontiguousarray(part[:, groups]).reshape(-1)
         for part in (scales, offsets)
@@ -328,15 +352,18 @@ def _join(
         )
     shape = _shape(entry, storage, where)
     zeros = held.get(stem + zero_name)
-    parts = GroupedParts(storage, entry, scales, zeros, None, shape)
+    parts = GroupedParts(storage, entry, scales, zeros, shape)
     _check_shapes(parts, where)
+    dtype = (
+        storage.format(shape[1], scales.dtype, zeros is not None and not storage.symmetric) or "f32"
+    )
     order = held.get(stem + order_name) if storage.act_order else None
-    if order is not None and not _in_order(order, storage, shape[1]):
-        parts = replace(parts, order=order)
-    has_zeros = zeros is not None and not storage.symmetric
-    format = None if parts.order else storage.format(shape[1], scales.dtype, has_zeros)
+    groups = None if order is None else _read_groups(order, parts)
+    if order is not None and groups is not None:
+        parts = ReorderedGroupedParts(storage, entry, scales, zeros, shape, order, groups)
+        dtype = groups.dtype
     return replace(
-        entry, name=f"{stem}.weight", dtype=format or "f32", shape=shape, strides=None, scaled=parts
+        entry, name=f"{stem}.weight", dtype=dtype, shape=shape, strides=None, scaled=parts
     )
 
 
@@ -382,16 +409,25 @@ def _check_shapes(parts: GroupedParts, where: str) -> None:
         )
 
 
-def _in_order(order: TensorEntry, storage: GroupedStorage, n_columns: int) -> bool:
-    """Return whether columns belong to groups one after the other."""
-    where = f"{order.file.path}: tensor {shown(order.name)}"
+def _read_groups(order: TensorEntry, parts: GroupedParts) -> ColumnGroups | None:
+    """Return the group of each column, or None if columns belong to groups one after the other."""
+    where, n_columns = f"{order.file.path}: tensor {shown(order.name)}", parts.shape[1]
     if order.dtype not in ("i32", "i64") or order.shape != (n_columns,):
         raise UsageError(
             f"{where} must be int32 ({n_columns},), the group of each column, got {order.dtype} "
             f"{order.shape}"
         )
     if order.strides is not None and not is_contiguous(order.shape, order.strides):
-        return False
+        raise UsageError(f"{where} must be contiguous, got strides {order.strides}")
     groups = np.empty(n_columns, {"i32": "<i4", "i64": "<i8"}[order.dtype])
     order.file.read_into(groups.view(np.uint8).data, order.offset)
-    return bool((groups == np.arange(n_columns) // (storage.group or n_columns)).all())
+    if groups.size and not 0 <= groups.min() <= groups.max() < parts._n_groups:
+        raise UsageError(
+            f"{where}: groups of columns must lie in 0..{parts._n_groups - 1}, got "
+            f"{groups.min()}..{groups.max()}"
+        )
+    if (groups == parts._groups_of((0, n_columns))).all():
+        return None
+    data, storage = groups.astype(np.int32).tobytes(), parts.storage
+    has_zeros = parts.zeros is not None and not storage.symmetric
+    return ColumnGroups(data, parts._n_groups, storage.bits, parts.scales.dtype, has_zeros)

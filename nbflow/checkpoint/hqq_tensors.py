@@ -106,7 +106,8 @@ class HqqParts:
         zeros = read(self.zeros, of_view, None).astype(np.float32).reshape(n_rows, -1)
         with np.errstate(all="ignore"):  # a file may hold inf
             bases = -(scales * zeros)
-        return group_blocks(format, codes, scales, bases, columns, self.view[1])
+        groups = np.arange(*columns, format.block_size) // self.view[1]
+        return group_blocks(format, codes, scales, bases, groups)
 
     def _codes(self, read: Read, rows: Span) -> NDArray[np.uint8]:
         """Return rows of the view, uint8 (rows, C)."""

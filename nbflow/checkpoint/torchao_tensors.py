@@ -83,9 +83,8 @@ class Int4Parts:
     def blocks(self, read: Read, format: Any, rows: Span, columns: Span) -> NDArray[np.uint8]:
         """Return storage bytes (rows, row bytes) of a format with a base."""
         scales, bases = self._parameters(read, rows)
-        return group_blocks(
-            format, self._codes(read, rows, columns), scales, bases, columns, self.group
-        )
+        groups = np.arange(*columns, format.block_size) // self.group
+        return group_blocks(format, self._codes(read, rows, columns), scales, bases, groups)
 
     def _codes(self, read: Read, rows: Span, columns: Span) -> NDArray[np.uint8]:
         """Return codes 0..15, 8 above torchao's, (rows, columns)."""
@@ -171,7 +170,7 @@ def _parts(
             if not _any(zeros):  # stored for symmetric codes, too
                 zeros, storage = None, replace(storage, symmetric=True)
         found = storage.format(n_columns, scales.dtype, zeros is not None)
-        parts = GroupedParts(storage, entry, scales, zeros, None, (n_rows, n_columns))
+        parts = GroupedParts(storage, entry, scales, zeros, (n_rows, n_columns))
         return found or "f32", (n_rows, n_columns), parts
     if entry.dtype in _FLOAT8:
         grid = scales.shape if len(scales.shape) == 2 else (1, 1)

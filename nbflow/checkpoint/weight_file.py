@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from nbflow.utils.binary_file import ByteFile
 from nbflow_kernels.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
+    from nbflow.checkpoint.column_groups import ColumnGroups
     from nbflow_kernels.formats import QuantTensor
 
 __all__ = ["ITEM_BYTES", "Span", "StoredParts", "TensorEntry", "WeightFile", "tensor_bytes"]
@@ -123,6 +124,18 @@ class StoredParts(Protocol):
 
     def blocks(self, read: Read, format: Any, rows: Span, columns: Span) -> np.ndarray[Any, Any]:
         """Return the storage bytes (rows, row bytes) of a rectangle in a block format."""
+
+
+@runtime_checkable
+class ReorderedParts(StoredParts, Protocol):
+    """Stored tensors of a matrix whose columns are put into another order (`QuantTensor`)."""
+
+    @property
+    def column_groups(self) -> ColumnGroups:
+        """Groups of columns, which give the order."""
+
+    def quantized(self, read: Read, rows: Span, columns: Span) -> QuantTensor:
+        """Return a rectangle, columns between any bounds, in a format that suits them."""
 
 
 class WeightFile:
@@ -253,6 +266,11 @@ class WeightFile:
         """Return whether the file holds the values that `array` returns, without a transform."""
         return self.entry(name).scaled is None
 
+    def column_groups(self, name: str) -> ColumnGroups | None:
+        """Return the groups by which `quantized` orders columns; None if they are in order."""
+        scaled = self.entry(name).scaled
+        return scaled.column_groups if isinstance(scaled, ReorderedParts) else None
+
     def quantized(
         self,
         name: str,
@@ -268,7 +286,8 @@ class WeightFile:
         name : str
             Name of the tensor in the file's terms.
         rows, columns : (start, stop), optional
-            As in `array`; columns must begin and end between blocks.
+            As in `array`; columns must begin and end between blocks, unless the columns are put
+            into another order (`column_groups`).
         flat : bool
             As in `array`.
 
@@ -288,6 +307,11 @@ class WeightFile:
             raise UsageError(f"{self.path}: tensor {name!r} is stored as {entry.dtype}, not blocks")
         row_span = self._span(entry, "rows", rows, axis=0)
         column_span = self._span(entry, "columns", columns, axis=1)
+        if isinstance(entry.scaled, ReorderedParts):
+            whole = (0, entry.shape[0]), (0, entry.shape[1])
+            return entry.scaled.quantized(
+                self._decode, row_span or whole[0], column_span or whole[1]
+            )
         block, size = self._block(entry, column_span)
         first, last = column_span or (0, entry.shape[-1])
         if row_span is not None and len(entry.shape) < 2:
@@ -354,6 +378,8 @@ class WeightFile:
         self, name: str, rows: Span | None, columns: Span | None, out: np.ndarray[Any, Any]
     ) -> None:
         """Read rows that need a conversion, such as of the byte order, and copy them to `out`."""
+        if self.column_groups(name) is not None:
+            raise UsageError(f"{self.path}: columns of {name!r} are reordered; use quantized")
         if self.entry(name).dtype in ITEM_BYTES:
             found = self.array(name, rows, columns, flat=True, widen_bf16=False).view(np.uint8)
         else:
@@ -388,8 +414,8 @@ class WeightFile:
         from nbflow_kernels.formats import FORMATS, dequantize
 
         flat = entry.shape != self.entry(entry.name).shape
-        if columns is None:
-            return dequantize(self.quantized(entry.name, rows, flat=flat))
+        if columns is None or isinstance(entry.scaled, ReorderedParts):
+            return dequantize(self.quantized(entry.name, rows, columns, flat=flat))
         block = FORMATS[entry.dtype].block_size
         first = columns[0] // block * block
         around = (first, -(-columns[1] // block) * block)

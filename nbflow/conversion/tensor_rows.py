@@ -44,8 +44,9 @@ class StoredRows:
 
     @property
     def dtype(self) -> str:
-        """Stored type."""
-        return self.file.dtype(self.name)
+        """Stored type; f32 for blocks whose columns are in another order, not to be copied."""
+        reordered = self.file.column_groups(self.name) is not None
+        return "f32" if reordered else self.file.dtype(self.name)
 
     def array(self, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Return rows [start, stop)."""
@@ -95,9 +96,9 @@ class ModelRows:
 
     @property
     def dtype(self) -> str:
-        """Stored format; tensors not stored as rows are read as float32."""
+        """Stored format; tensors not stored as rows, or as `StoredRows.dtype`, are float32."""
         place = self.spec.tensor_layout(self.name)
-        dtype = self.file.dtype(place.name)
+        dtype = StoredRows(self.file, place.name).dtype
         return "f32" if place.head_rows and dtype not in ITEM_BYTES else dtype
 
     def _part(self, start: int, stop: int) -> Operand:

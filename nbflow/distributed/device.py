@@ -112,7 +112,7 @@ class Device:
         """Return a quantized tensor on this device."""
         if self.on_host:
             return tensor
-        if self.is_mapped and tensor.outliers is None:
+        if self.is_mapped and not tensor.extra_nbytes:
             return QuantTensor(tensor.format, tensor.shape, self.put(tensor.data))
         try:
             return tensor.to_device(self.xp.zeros((1,), np.uint8))

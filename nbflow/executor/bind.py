@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import nbflow_kernels as nk
 from nbflow.executor.attention_plans import AttentionPlanGroup
 from nbflow.executor.executor import Executor
 from nbflow.executor.expert_bias import expert_biases, moe_arguments
+from nbflow.executor.matmul_op import MatmulOp
 from nbflow.executor.plugin_ops import plugin_call
 from nbflow.executor.sparse_attention import SparseAttention, append_index, select_keys
 from nbflow.executor.step_buffers import StepArrays
@@ -36,9 +37,6 @@ from nbflow_kernels.cpu.parallel_for import capture
 from nbflow_kernels.cpu.simd_memory import address_of
 from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.formats.cpu_dequantize import gather
-from nbflow_kernels.matmul import cpu as floats
-from nbflow_kernels.quantized_matmul import cpu as quantized
-from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 
 
 @dataclass(frozen=True)
@@ -75,44 +73,6 @@ def with_status(op: Op, call: Callable[[], Any]) -> Callable[[], None]:
 def _set_word(header: Any, index: Any, word: Any, start: Any, stop: Any) -> None:
     """Write a word of a plan's header."""
     header[index] = word
-
-
-def is_block_quantized(weight: Any) -> bool:
-    """Return True for a block-quantized weight, which can be multiplied by int8 activations."""
-    return isinstance(weight, QuantTensor) and weight.format.takes_int8
-
-
-class MatmulOp:
-    """Matrix products of one activation matrix with weights, in the executor's arithmetic.
-
-    The executor owns the buffers of int8 activations.
-    """
-
-    def __init__(self, x: np.ndarray, executor: Any) -> None:
-        self._x = x
-        self._activations = executor.activations
-        self.executor = executor
-        self._rows: Int8Rows | None = None
-
-    def _is_int8(self, weight: Any) -> bool:
-        return self._activations == "int8" and is_block_quantized(weight)
-
-    def prepare(self, weights: Sequence[Any]) -> None:
-        """Launch the int8 quantization of the activations if one of these weights needs it."""
-        if any(map(self._is_int8, weights)):
-            self._rows = self._rows or self.executor.int8_rows(*self._x.shape)
-            quantized.quantize_activations(self._x, self._rows)
-
-    def launch(self, weight: Any, bias: Any, accumulate: bool, out: np.ndarray) -> None:
-        """Launch the product with one weight."""
-        if not isinstance(weight, QuantTensor):
-            floats.matmul(self._x, weight, bias, accumulate, out)
-        elif self._is_int8(weight):
-            assert self._rows is not None
-            quantized.matmul_int8(self._rows, weight, bias, accumulate, out)
-        else:
-            bf16 = self._activations == "bf16"
-            quantized.matmul(self._x, weight, bias, accumulate, out, bf16=bf16)
 
 
 class Binder:
@@ -242,11 +202,9 @@ class Binder:
         x, out, bias = self.view(op.inputs[0]), self.view(op.out), weights.bias[index]
         x = x[: len(out)]  # the head skips hidden states without logits
         matrices = weights.operands[index]
-        product = self.matmul_op(x, self.executor)
 
         def launch() -> None:
-            product.prepare(matrices)
-            start = 0
+            product, start = self.matmul_op(x, self.executor), 0
             for weight in matrices:  # stacked rows: each matrix writes a slice of columns
                 columns = slice(start, start + weight.shape[0])
                 start = columns.stop
@@ -264,7 +222,6 @@ class Binder:
             for h, weight in enumerate(weights):
                 n_rows, n_columns = weight.shape
                 product = MatmulOp(x[:, h, :n_columns], self.executor)
-                product.prepare([weight])
                 product.launch(weight, None, False, out[:, h, :n_rows])
 
         return self._captured(op, launch)

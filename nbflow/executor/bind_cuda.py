@@ -46,9 +46,6 @@ class CudaMatmulOp:
     def __init__(self, x: Any, executor: Executor) -> None:
         self._x, self._activations = x, executor.activations
 
-    def prepare(self, weights: Sequence[Any]) -> None:
-        """Do nothing: the kernels quantize activations themselves."""
-
     def launch(self, weight: Any, bias: Any, accumulate: bool, out: Any) -> None:
         """Launch the product with one weight."""
         if isinstance(weight, QuantTensor):

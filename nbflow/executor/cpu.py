@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from nbflow.executor.bind import Binder, PythonOp, is_block_quantized
+from nbflow.executor.bind import Binder, PythonOp
 from nbflow.executor.executor import Executor
+from nbflow.executor.matmul_op import is_block_quantized
 from nbflow.executor.step import Step
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.block_table import PageView
 from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
 from nbflow_kernels.cpu.parallel_for import count_kernel_seconds, get_num_threads, run_graph
+from nbflow_kernels.formats import QuantTensor
 from nbflow_kernels.moe.cpu_captured import ExpertLayer, Scratch
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 
@@ -97,18 +99,24 @@ class CpuExecutor(Executor):
             rows = self._int8_rows[n_columns] = Int8Rows.empty(n_rows, n_columns)
         return rows.first(n_rows)
 
+    def gathered_rows(self, n_rows: int, n_columns: int) -> np.ndarray:
+        """Return a buffer for activations in another order of columns, shared as `int8_rows`."""
+        return self._scratch_floats("gathered", n_rows, n_columns)
+
     def reserve(self, n_tokens: int, n_logits: int) -> None:
         """Allocate buffers for steps of this size."""
         super().reserve(n_tokens, n_logits)
         for op, operands in zip(self.program.ops, self.weights.operands, strict=True):
-            if (
-                op.kind == "linear"
-                and self.activations == "int8"
-                and any(map(is_block_quantized, operands))
-            ):
-                buffer = self.program.buffers[op.inputs[0]]
-                rows = buffer.n_rows(n_tokens, n_logits, n_logits)
-                self.int8_rows(rows, buffer.width)
+            if op.kind != "linear":
+                continue
+            rows = self.program.buffers[op.inputs[0]].n_rows(n_tokens, n_logits, n_logits)
+            for weight in operands:
+                if not isinstance(weight, QuantTensor):
+                    continue
+                if self.activations == "int8" and is_block_quantized(weight):
+                    self.int8_rows(rows, weight.n_stored_columns)
+                if weight.column_order is not None:
+                    self.gathered_rows(rows, weight.n_stored_columns)
 
     def release_buffers(self) -> None:
         """Free the buffers of steps; the next step allocates those it needs."""

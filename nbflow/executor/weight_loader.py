@@ -276,9 +276,12 @@ class WeightLoader:
             return None
         return self._formats.of(operand.name, self._program.spec.shape_of(operand.name))
 
-    def _formats_of(self, operand: Operand) -> tuple[str | None, str | None]:
-        """Return target and stored format, which operands of one matrix have in common."""
-        return self._target_format(operand), self._stored_format(operand)
+    def _formats_of(self, operand: Operand) -> tuple[str | None, str | None, object]:
+        """Return target and stored format and order of columns, which one matrix has in common."""
+        name = self._program.spec.checkpoint_name(operand.name)
+        stored = self._stored_format(operand)
+        order = None if stored is None else self._file.column_groups(name)
+        return self._target_format(operand), stored, order
 
     def _stored_format(self, operand: Operand) -> str | None:
         """Return the block format that a tensor keeps from the checkpoint, or None."""
@@ -305,7 +308,9 @@ class WeightLoader:
     def _table(self, operands: tuple[Operand, ...]) -> Any:
         """Return a table that is looked up: an array of floats, or a `QuantTensor` of blocks."""
         packed = self._packed_matrix(operands, floats=False)
-        return self._matrix(operands) if packed is None else packed
+        table = self._matrix(operands) if packed is None else packed
+        is_reordered = isinstance(table, nk.QuantTensor) and table.column_order is not None
+        return nk.dequantize(table) if is_reordered else table
 
     def _matrix(self, operands: Sequence[Operand]) -> Any:
         if self._stored_format(operands[0]) is not None:
@@ -465,11 +470,11 @@ class WeightLoader:
 def stack_experts(op: Op, matrices: Sequence[Any]) -> tuple[Any, ...]:
     """Stack the matrices of the experts of an op by kind, so that kernels index them on the device.
 
-    Matrices of several formats, or with outliers, stay separate.
+    Matrices of several formats, with outliers or orders of columns stay separate.
     """
     parts = expert_parts(op, matrices)
     kinds = {(i, w.format.name) for i, part in enumerate(parts) for w in part}
-    if len(kinds) > len(parts) or any(w.outliers is not None for w in matrices):
+    if len(kinds) > len(parts) or any(map(_needs_more, matrices)):
         return tuple(matrices)
     return tuple(
         nk.QuantTensor(
@@ -479,6 +484,11 @@ def stack_experts(op: Op, matrices: Sequence[Any]) -> tuple[Any, ...]:
     )
 
 
+def _needs_more(w: nk.QuantTensor) -> bool:
+    """Return True for a weight whose product needs more than its blocks."""
+    return w.outliers is not None or w.column_order is not None
+
+
 def stack_heads(matrices: Sequence[Any]) -> tuple[Any, ...]:
     """Stack the matrices of heads, if one kernel supports them all."""
     first = matrices[0]
@@ -486,7 +496,7 @@ def stack_heads(matrices: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(matrices)
     if not (first.is_float or first.format.has_mma_layout):
         return tuple(matrices)
-    if any(w.format != first.format or w.outliers is not None for w in matrices):
+    if any(w.format != first.format or _needs_more(w) for w in matrices):
         return tuple(matrices)
     data = np.concatenate([w.data for w in matrices])
     return (nk.QuantTensor(first.format, (len(matrices), *first.shape), data),)

@@ -25,6 +25,8 @@ PAGE_SIZE = 64
 16 tokens read up to 50 % slower)."""
 MIN_ROWS = 8
 """Rows that a buffer has at least."""
+ORDER_BYTES = 4
+"""Bytes of a column in an order of columns."""
 OUTLIER_BYTES = 8
 """Bytes of an outlier: its value and its column."""
 
@@ -124,23 +126,32 @@ def buffer_bytes(
     total = workspace_bytes(program, size[0], size[2], size[1])
     ropes: set[RopeSpec] = {op.attrs["rope"] for op in program.ops if op.kind == "rope"}
     total += FLOAT32_BYTES * sum(program.spec.rope_lengths) * sum(rope.dim for rope in ropes)
-    if activations != "int8" or on_device:
+    if on_device:
         return total
     int8_rows: dict[int, int] = {}  # by columns: ops of one width share a buffer
+    gathered: dict[int, int] = {}  # likewise
     for op in program.ops:
-        blocks = any(nk.FORMATS[model.format_of(w.name)].block_size > 1 for w in op.weights)
-        if op.kind == "linear" and blocks:
-            out, width = program.buffers[op.out], program.buffers[op.inputs[0]].width
-            if out.n_rows(n_tokens, n_states, n_logits):
+        out = program.buffers.get(op.out)
+        if op.kind != "linear" or out is None or not out.n_rows(n_tokens, n_states, n_logits):
+            continue
+        for operands in _matrices(op, model):
+            format, (_, width) = concatenated(program, model, operands)
+            if activations == "int8" and nk.FORMATS[format].block_size > 1:
                 int8_rows[width] = max(out.n_rows(*size), int8_rows.get(width, 0))
-    return total + sum(int(Int8Rows.size(rows, columns)) for columns, rows in int8_rows.items())
+            if model.kept_groups(operands[0].name) is not None:
+                gathered[width] = max(out.n_rows(*size), gathered.get(width, 0))
+    total += sum(int(Int8Rows.size(rows, columns)) for columns, rows in int8_rows.items())
+    return total + sum(FLOAT32_BYTES * rows * columns for columns, rows in gathered.items())
 
 
 def _matrices(op: Op, model: PlannedModel) -> list[tuple[Operand, ...]]:
     """Return the operands of each matrix of an op, as `WeightLoader` concatenates them."""
     if op.kind in ("linear", "embedding"):
-        runs = groupby(op.weights, key=lambda w: (_converted(model, w), model.kept_format(w.name)))
-        return [tuple(run) for _, run in runs]
+
+        def of_one(w: Operand) -> tuple[object, ...]:
+            return _converted(model, w), model.kept_format(w.name), model.kept_groups(w.name)
+
+        return [tuple(run) for _, run in groupby(op.weights, key=of_one)]
     return [(w,) for w in op.weights]
 
 
@@ -175,12 +186,14 @@ def _matrix(
         return FLOAT32_BYTES * heads * (2 * spec.max_context - 1)
     if op.kind not in ("linear", "embedding", "experts", "heads_linear"):
         return FLOAT32_BYTES * sum(_n_weights(program, operand) for operand in operands)
-    format, (n_rows, n_columns) = _concatenated(program, model, operands)
+    format, (n_rows, n_columns) = concatenated(program, model, operands)
     if op.attrs.get("normalize_rows"):
         format = "f32"
     elif shared and nk.FORMATS[format].block_size == 1:  # a tied head: one array for both uses
         return storage_bytes(format, n_rows, n_columns)
     total = layout_bytes(format, n_rows, n_columns, on_device)
+    if model.kept_groups(operands[0].name) is not None:
+        total += ORDER_BYTES * n_columns
     if outliers and _converted(model, operands[0]):
         total += round(outliers * n_rows * n_columns) * OUTLIER_BYTES + 4 * (n_rows + 1)
     return total
@@ -197,19 +210,24 @@ def _table(program: Program, model: PlannedModel, op: Op) -> int:
     spec = program.spec
     if not op.weights:
         return FLOAT32_BYTES * spec.max_context * spec.hidden_size
-    format, (n_rows, n_columns) = _concatenated(program, model, op.weights)
+    format, (n_rows, n_columns) = concatenated(program, model, op.weights)
     return storage_bytes(format, n_rows, n_columns)
 
 
-def _concatenated(
+def concatenated(
     program: Program, model: PlannedModel, operands: tuple[Operand, ...]
 ) -> tuple[str, tuple[int, int]]:
-    """Return format and shape of matrices concatenated by rows."""
+    """Return format and shape of matrices concatenated by rows, as they are stored."""
     spec = program.spec
     shapes = [operand.shape(spec.shape_of(operand.name)) for operand in operands]
     formats = [model.format_of(operand.name) for operand in operands]
     format = formats[0] if len(set(formats)) == 1 else "f32"
-    return format, (sum(math.prod(s[:-1]) for s in shapes), shapes[0][-1])
+    n_rows, n_columns = sum(math.prod(s[:-1]) for s in shapes), shapes[0][-1]
+    groups = model.kept_groups(operands[0].name)
+    if groups is not None:  # a rank's part of the columns may have another format, and padding
+        columns = operands[0].columns or (0, n_columns)
+        format, n_columns = groups.format(columns).name, groups.n_stored(columns)
+    return format, (n_rows, n_columns)
 
 
 def _n_weights(program: Program, operand: Operand) -> int:

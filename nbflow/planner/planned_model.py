@@ -12,6 +12,7 @@ from typing import Any
 
 import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
+from nbflow.checkpoint.column_groups import ColumnGroups
 from nbflow.checkpoint.quantization_config import read_quantization
 from nbflow.checkpoint.weight_file import ITEM_BYTES
 from nbflow.kv_cache.state_storage import with_state_format
@@ -46,6 +47,8 @@ class PlannedModel:
     """Tensor name -> type in the checkpoint; `PUBLISHED_AS` for others."""
     encoder_stored: Mapping[str, str] = field(default_factory=dict)
     """Types of the encoder's tensors, if there is an encoder."""
+    column_groups: Mapping[str, ColumnGroups] = field(default_factory=dict)
+    """Groups of the columns of matrices whose columns are put into another order."""
 
     @cached_property
     def encoder(self) -> PlannedModel | None:
@@ -91,6 +94,11 @@ class PlannedModel:
         if dtype in ITEM_BYTES or converted or self.spec.tensor_layout(name).head_rows:
             return None
         return dtype
+
+    def kept_groups(self, name: str) -> ColumnGroups | None:
+        """Return the groups by which the columns of a matrix are ordered, or None."""
+        groups = self.column_groups.get(name)
+        return None if groups is None or self.kept_format(name) is None else groups
 
     @cached_property
     def formats(self) -> WeightFormats | None:
@@ -212,10 +220,13 @@ def planned_model(
 def stored_model(spec: ModelSpec, path: Path, weights: Weights) -> PlannedModel:
     """Return the model of a checkpoint from its header."""
     with open_weights(path) as file:
-        stored = [
+        of_decoder, *of_encoder = (
             {n: file.dtype(s.checkpoint_name(n)) for n in s.tensor_shapes()} for s in spec.parts
-        ]
-    return PlannedModel(spec, explicit(weights), *stored)
+        )
+        groups = {n: file.column_groups(spec.checkpoint_name(n)) for n in spec.tensor_shapes()}
+    of_columns = {name: found for name, found in groups.items() if found is not None}
+    encoder_types = of_encoder[0] if of_encoder else {}
+    return PlannedModel(spec, explicit(weights), of_decoder, encoder_types, of_columns)
 
 
 def explicit(weights: Weights) -> str | WeightFormats | None:

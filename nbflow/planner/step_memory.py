@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 import nbflow_kernels as nk
+from nbflow.planner.memory import concatenated
 from nbflow.planner.planned_model import PlannedModel
 from nbflow.program.cost import FLOAT32_BYTES
 from nbflow.program.records import Op, Program, mask_of
@@ -152,6 +153,8 @@ def _product_bytes(
         n_tokens = program.buffers[op.out].n_rows(*sizes)
         for format, n_rows, n_columns in _matrices(program, model, op) if n_tokens else ():
             of_one = _workspaces(format, n_rows, n_columns, n_tokens, activations, limits)
+            if any(model.kept_groups(w.name) for w in op.weights):
+                of_one = of_one | {"columns": FLOAT32_BYTES * n_tokens * n_columns}
             for name, n_bytes in of_one.items():
                 found[name] = max(found[name], n_bytes)
     least = FLOAT32_BYTES * MIN_WORKSPACE_ITEMS
@@ -172,9 +175,9 @@ def _expert_bytes(program: Program, op: Op, n_tokens: int) -> int:
 def _matrices(program: Program, model: PlannedModel, op: Op) -> list[tuple[str, int, int]]:
     """Return format, rows and columns of the matrices of a product, which formats divide."""
     found = []
-    for format, run in groupby(op.weights, key=lambda w: model.format_of(w.name)):
-        shapes = [w.shape(program.spec.shape_of(w.name)) for w in run]
-        found.append((format, sum(shape[0] for shape in shapes), shapes[0][-1]))
+    for _, run in groupby(op.weights, key=lambda w: model.format_of(w.name)):
+        stored, (n_rows, n_columns) = concatenated(program, model, tuple(run))
+        found.append((stored, n_rows, n_columns))
     return found
 
 

@@ -87,7 +87,8 @@ def read_operand_rows(spec: ModelSpec, file: WeightFile, operand: Operand, out: 
 
 def _every(rows: nk.QuantTensor, step: int) -> nk.QuantTensor:
     data = np.ascontiguousarray(rows.data[::step])
-    return nk.QuantTensor(rows.format, (len(data), rows.shape[1]), data)
+    shape = len(data), rows.shape[1]
+    return nk.QuantTensor(rows.format, shape, data, column_order=rows.column_order)
 
 
 def _spans(
@@ -122,9 +123,9 @@ def operand_bytes(operand: Any) -> int:
     """Return the bytes of an array or a quantized tensor in the layout that kernels read."""
     if isinstance(operand, nk.QuantTensor):
         if operand.packed_nbytes:
-            return operand.packed_nbytes + operand.outlier_nbytes
+            return operand.packed_nbytes + operand.extra_nbytes
         if operand.units_nbytes:
-            storage = operand.nbytes if operand.has_storage else operand.outlier_nbytes
+            storage = operand.nbytes if operand.has_storage else operand.extra_nbytes
             return operand.units_nbytes + storage
         return operand.nbytes
     return int(operand.nbytes)

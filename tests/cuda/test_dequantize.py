@@ -19,6 +19,7 @@ from nbflow_kernels.formats.block_bytes import get_f16, put_f16
 from nbflow_kernels.formats.block_format import BlockFormat
 from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
 from nbflow_kernels.formats.trellis import TrellisFormat
+from nbflow_kernels.quantized_matmul.cases import weights as reordered
 from nbflow_kernels.quantizers.reference import codebook
 
 pytestmark = pytest.mark.compiler
@@ -113,6 +114,22 @@ def test_rows_outliers_and_indices_that_are_no_rows(weights: np.ndarray, cupy: A
     found = dequantize_rows(there, ids).get()
     np.testing.assert_array_equal(found[[0, 1, 3]], dequantize_rows(qt, rows))
     np.testing.assert_array_equal(nk.dequantize(there).get(), nk.dequantize(qt))
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_columns_in_another_order(dropped: bool, cupy: Any) -> None:
+    qt = reordered(np.random.default_rng(0), 21, 203, "uint4_g32", reordered=True)
+    wanted, there = nk.dequantize(qt), qt.to_device(cupy.zeros(1))
+    if dropped:
+        there.drop_storage()
+    else:
+        np.testing.assert_array_equal(there.to_host().column_order, qt.column_order)
+    np.testing.assert_array_equal(nk.dequantize(there).get(), wanted)
+    half = nk.dequantize(there, cupy.empty(qt.shape, np.float16)).get()
+    np.testing.assert_array_equal(half, wanted.astype(np.float16))
+    rows = nk.embedding(cupy.asarray(np.array([20, 21], np.int32)), there, scale=2.0).get()
+    np.testing.assert_array_equal(rows[0], 2 * wanted[20])
+    assert np.isnan(rows[1]).all()
 
 
 @pytest.fixture(params=[user_formats.Base3, user_formats.NoForm])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from packed_checkpoints import write_packed
 
 import nbflow
 from nbflow.distributed.device import Device, find_device
@@ -120,6 +121,19 @@ def test_the_bundled_model(cupy: Any) -> None:
         expected = model.logits(ids)
     with nbflow.load("tiny_python", device="emulator", **options) as model:
         assert error(model.logits(ids), expected) < 5e-3  # as above
+
+
+@pytest.mark.compiler
+def test_columns_in_act_order(cupy: Any, tmp_path: Path) -> None:
+    """Matrices and experts of GPTQ, whose groups of 8 columns are filled up to blocks of 16."""
+    source, ids = FOLDER / "mixtral", [5, 6, 7]
+    packed, plain = write_packed(tmp_path, "gptq_act_order", source, group=8)
+    with nbflow.load(plain, kv="f32") as model:
+        expected = model.logits(ids)
+    with nbflow.load(packed, device="emulator", max_step_tokens=3, kv="f32") as model:
+        assert error(model.logits(ids), expected) < TOLERANCE
+        held = model.workers[0].executor.weights.operands
+        assert sum(getattr(w, "column_order", None) is not None for ws in held for w in ws) > 20
 
 
 @pytest.mark.compiler

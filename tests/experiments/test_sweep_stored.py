@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from packed_checkpoints import write_packed
 
 import nbflow
 from nbflow import cli
@@ -48,6 +49,31 @@ def test_stored_and_requantized_weights_in_one_sweep(checkpoint: Path, tmp_path:
     assert rows.stored_bits_per_weight["stored"] == 4.125
     assert rows.weight_error_relative.isna()["stored"]
     assert 0 < rows.weight_error_relative["q8_0"] < 0.01
+
+
+@pytest.mark.parametrize(("method", "bits"), [("nf4", 4.5), ("gptq_act_order", 4.375)])
+def test_checkpoints_of_other_quantizers(method: str, bits: float, tmp_path: Path):
+    """The perplexity is that of the same values as floats; 4 layers of float32 sums: 1e-5."""
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 20)
+    found = []
+    for model in write_packed(tmp_path, method):
+        path = sweep_file(tmp_path, model)
+        path.write_text(
+            path.read_text()
+            .replace("weight_error", "perplexity")
+            .replace("[settings]", f'[settings]\neval_text = "{text}"\neval_tokens = 128')
+            .replace("prompt = 4", 'kv = "f32"\nprompt = 4\neval_window = 64')
+        )
+        out = tmp_path / f"runs_{model.name}"
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(["sweep", str(path), "--out", str(out)])
+        found.append(points_frame(out / "s").iloc[0])
+    stored, floats = found
+    assert (stored.weights, floats.weights) == ("stored", "f32")
+    assert stored.bits_per_weight == bits
+    assert stored.decode_tokens_per_s > 0
+    assert stored.perplexity == pytest.approx(floats.perplexity, rel=1e-5)
 
 
 def test_outliers_need_a_format(checkpoint: Path, tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,16 @@ def gptq(
     }
 
 
+def act_order(module: str, n_columns: int, group: int) -> np.ndarray:
+    """Return the group of each column of a module's matrix, as GPTQ's act-order may give it.
+
+    Modules with the same inputs share it, except v_proj.
+    """
+    inputs = {"q_proj": 0, "k_proj": 0, "v_proj": 1, "o_proj": 2, "down_proj": 3, "w2": 4}
+    rng = np.random.default_rng(inputs.get(module, 5))
+    return (rng.permutation(n_columns) // group).astype(np.int32)
+
+
 def awq(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int) -> dict[str, np.ndarray]:
     """Return the tensors of a matrix of AutoAWQ (GEMM)."""
 
@@ -88,6 +99,13 @@ def hqq(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int) -> di
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": False},
+    "gptq_act_order": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 64,
+        "sym": False,
+        "desc_act": True,
+    },
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True},
     "nf4": {
         "quant_method": "bitsandbytes",
@@ -118,28 +136,41 @@ def nf4(weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
     return tensors, (table[codes] * scale[:, None]).reshape(weight.shape)
 
 
-LAYOUTS = {"gptq": gptq, "awq": awq, "hqq": hqq}
+LAYOUTS = {"gptq": gptq, "gptq_act_order": gptq, "awq": awq, "hqq": hqq}
 
 
-def write_packed(folder: Path, method: str) -> tuple[Path, Path]:
-    """Write the bundled model packed by a method, and with the same values as floats."""
-    source = CHECKPOINTS / "tiny_python"
+MATRICES = re.compile(r".*(_proj|\.w[123])\.weight")
+TINY_PYTHON = CHECKPOINTS / "tiny_python"
+
+
+def write_packed(
+    folder: Path, method: str, source: Path = TINY_PYTHON, group: int = 64
+) -> tuple[Path, Path]:
+    """Write a model packed by a method, and with the same values as floats."""
     config, tensors = CONFIGS[method], load_file(source / "model.safetensors")
+    if "group_size" in config:
+        config = config | {"group_size": group}
     packed, plain = {}, {}
     for name, tensor in tensors.items():
-        if not name.endswith("_proj.weight"):
+        if not MATRICES.fullmatch(name):
             packed[name] = plain[name] = tensor
             continue
         if method == "nf4":
             parts, plain[name] = nf4(tensor.astype(np.float32))
             packed |= {f"{name}{part}": value for part, value in parts.items()}
             continue
-        found = round_to_nearest(tensor.astype(np.float32), 4, 64, False)
-        codes, scale, zero = found
-        steps = (codes.reshape(*zero.shape, 64) - zero[..., None]).astype(np.float32)
-        plain[name] = (steps * scale.astype(np.float32)[..., None]).reshape(tensor.shape)
-        parts = LAYOUTS[method](*found, 4)
-        stem = name.removesuffix("weight")
+        n_columns, stem = tensor.shape[1], name.removesuffix("weight")
+        groups = np.arange(n_columns) // group
+        if config.get("desc_act"):
+            groups = act_order(stem.split(".")[-2], n_columns, group)
+        order = np.argsort(groups, kind="stable")
+        codes, scale, zero = round_to_nearest(tensor[:, order].astype(np.float32), 4, group, False)
+        codes = np.ascontiguousarray(codes[:, np.argsort(order)])
+        steps = (codes - zero[:, groups]).astype(np.float32)
+        plain[name] = np.ascontiguousarray(steps * scale.astype(np.float32)[:, groups])
+        parts = LAYOUTS[method](codes, scale, zero, 4)
+        if config.get("desc_act"):
+            parts["g_idx"] = groups
         packed |= {f"{stem}{part}": np.asarray(value) for part, value in parts.items()}
     folders = []
     stated = {"quantization_config": config}
@@ -148,7 +179,8 @@ def write_packed(folder: Path, method: str) -> tuple[Path, Path]:
         to.mkdir()
         facts = json.loads((source / "config.json").read_text()) | more
         (to / "config.json").write_text(json.dumps(facts))
-        (to / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+        if (source / "tokenizer.json").exists():
+            (to / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
         save_file(some, to / "model.safetensors")
         folders.append(to)
     return folders[0], folders[1]

@@ -176,7 +176,7 @@ def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArr
         cuda.decode(qt, None, 1.0, out.reshape(-1, qt.shape[-1]))
         return out
     rows = out.reshape(-1, qt.shape[-1])
-    if qt.has_storage:
+    if qt.has_storage and qt.column_order is None:
         qt.format.dequantize_rows(qt.data, rows)
         if qt.outliers is not None:
             add_outliers(qt.outliers, rows)

@@ -9,23 +9,48 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
-from nbflow_kernels.cpu.parallel_for import not_capturable, parallel_for
+from nbflow_kernels.cpu.parallel_for import at_once, not_capturable, parallel_for
+from nbflow_kernels.formats.column_order import inverse
 from nbflow_kernels.formats.decode_cpu import decode_blocks
 from nbflow_kernels.formats.floats import PackedFloats
 from nbflow_kernels.formats.layout_cpu import ROWS, CpuLayout
 from nbflow_kernels.formats.outliers import add_outliers_of
 from nbflow_kernels.formats.tensor import QuantTensor
 
+_WEIGHTS_AT_ONCE = 1 << 20
+
 
 def gather(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32]) -> None:
     """Dequantize rows `ids`, in 0..n_rows - 1, to `out` (T, columns)."""
+    if qt.column_order is not None:
+        _reordered(qt, ids, out)
+        return
+    _in_stored_order(qt, ids, out)
+    if qt.outliers is not None:
+        add_outliers_of(qt.outliers, ids, out)
+
+
+def _reordered(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32]) -> None:
+    """Gather rows whose columns are stored in another order, some at a time."""
+    not_capturable()
+    assert qt.column_order is not None
+    columns = inverse(qt.column_order)
+    step = max(1, _WEIGHTS_AT_ONCE // qt.n_stored_columns)
+    with at_once():
+        for start in range(0, len(ids), step):
+            some = ids[start : start + step]
+            rows = np.empty((len(some), qt.n_stored_columns), np.float32)
+            _in_stored_order(qt, some, rows)
+            out[start : start + step] = rows[:, columns]
+
+
+def _in_stored_order(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32]) -> None:
+    """Dequantize rows without the outliers to `out` (T, stored columns)."""
     if qt.has_storage:
         not_capturable()
         qt.format.dequantize_rows(qt.data[ids], out)
     else:
         _from_packed(qt, ids, out)
-    if qt.outliers is not None:
-        add_outliers_of(qt.outliers, ids, out)
 
 
 def _from_packed(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32]) -> None:

@@ -18,8 +18,9 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import trellis_code
 from nbflow_kernels.formats.affine_format import AffineFormat
 from nbflow_kernels.formats.block_format import BlockFormat, FieldFormat
+from nbflow_kernels.formats.column_order import inverse
 from nbflow_kernels.formats.cuda_csr import add_rows
-from nbflow_kernels.formats.cuda_gather import gather, scale_in_place
+from nbflow_kernels.formats.cuda_gather import gather, gather_columns, scale_in_place
 from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.ggml.iq_grids import GridFormat
 from nbflow_kernels.formats.ggml.ternary import Base3Format
@@ -47,6 +48,9 @@ def decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
         return
     if not qt.on_device:
         raise UsageError(f"{qt!r} lies in host memory, the result on a CUDA device; see to_device")
+    if qt.column_order is not None:
+        _decode_reordered(qt, ids, scale, out)
+        return
     late = scale if qt.outliers is not None else 1.0  # outliers are scaled with the rest
     _decode(qt, ids, scale / late, out)
     if qt.outliers is not None:
@@ -55,9 +59,17 @@ def decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
             scale_in_place(out, late)
 
 
+def _decode_reordered(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
+    """Dequantize rows whose columns are stored in another order."""
+    device, order = cuda.device_of(out), cuda.to_host(qt.column_order)
+    rows = device.empty((len(out), len(order)), out.dtype)
+    _decode(qt, ids, scale, rows)
+    gather_columns(rows, device.asarray(inverse(order)), out)
+
+
 def _decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
-    """Dequantize rows without the outliers."""
-    format, columns, half = qt.format, qt.shape[-1], out.dtype == np.float16
+    """Dequantize rows without the outliers to `out` (T, stored columns)."""
+    format, columns, half = qt.format, qt.n_stored_columns, out.dtype == np.float16
     if isinstance(format, FloatFormat):
         gather(ids, qt.data.view(format.dtype), scale, out)
         return
@@ -81,7 +93,7 @@ def _decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
 
 def _decode_units(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
     """Dequantize rows of a tensor without storage bytes, from the MMA layout."""
-    units, columns = qt.units(), qt.shape[-1]
+    units, columns = qt.units(), qt.n_stored_columns
     matrix_rows = qt.shape[-2] if len(qt.shape) > 1 else 1
     wide = columns % 2 == 0 and cuda.address(out) % 8 == 0
     grid = (cuda.ceil_div(cuda.ceil_div(columns, CHUNK), _THREADS // 4), min(len(out), 65535))

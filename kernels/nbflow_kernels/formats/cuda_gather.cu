@@ -29,6 +29,18 @@ __global__ void gather(const int* ids, const typename Element<KIND>::Stored* tab
   }
 }
 
+// out[t, j] = x[t, order[j]], 0 where the order is -1.  Thread block (columns, rows).
+template <typename T>
+__global__ void __launch_bounds__(256) gather_columns(const T* x, const int* order, T* out,
+                                                      long long x_stride, long long out_stride,
+                                                      int n_rows, int n_columns) {
+  const int j = blockIdx.x * 256 + threadIdx.x;
+  if (j >= n_columns) return;
+  const int k = order[j];
+  for (int t = blockIdx.y; t < n_rows; t += gridDim.y)
+    out[t * out_stride + j] = k < 0 ? T(0) : x[t * x_stride + k];
+}
+
 // x[i] *= scale.
 extern "C" __global__ void scale_in_place(float* x, long long n, float scale) {
   long long step = (long long)gridDim.x * blockDim.x;

@@ -34,6 +34,23 @@ def gather(ids: Any, table: Any, scale: float, out: Any) -> None:
     kernel(len(out), threads, (ids, table, out, V, E, scale))
 
 
+_gather_columns = {
+    item: cuda.cpp_kernel(
+        __file__, "cuda_gather.cu", f"gather_columns<{word}>",
+        f"{pointer}* x, i32* order, {pointer}* out, i64 x_stride, i64 out_stride, i32 T, i32 S",
+    )
+    for item, word, pointer in ((4, "float", "f32"), (2, "unsigned short", "f16"))
+}  # fmt: skip
+
+
+def gather_columns(x: Any, order: Any, out: Any) -> None:
+    """Write ``x[:, order]`` to `out`, zeros where the order is -1; float32 or float16."""
+    (T, S), item = out.shape, out.dtype.itemsize
+    if out.size:
+        args = x, order, out, x.strides[0] // item, out.strides[0] // item, T, S
+        _gather_columns[item]((cuda.ceil_div(S, 256), min(T, 1024)), 256, args)
+
+
 def scale_in_place(x: Any, scale: float) -> None:
     """Multiply a float32 array by `scale` in place."""
     if x.size:

@@ -16,6 +16,7 @@ from nbflow_kernels.cpu.fork import in_child
 from nbflow_kernels.cpu.parallel_for import at_once
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.codec_spec import ReadRows
+from nbflow_kernels.formats.column_order import check_column_order
 from nbflow_kernels.formats.csr import CsrMatrix
 from nbflow_kernels.formats.floats import FloatFormat, PackedFloats
 from nbflow_kernels.formats.layout_cpu import CpuPacked
@@ -51,6 +52,9 @@ class QuantTensor:
         CUDA device; see `to_device`.
     outliers : CsrMatrix, shape (rows, columns), optional
         Added to the decoded weights.
+    column_order : array of int32, shape (S,), optional
+        Column of the weights that each stored column holds, every column once; -1 for padding,
+        which counts as zeros.  `data` then has rows of S columns.  None: stored in order.
 
     Attributes
     ----------
@@ -62,12 +66,15 @@ class QuantTensor:
         The storage bytes.  Do not change them after the first product: `packed` is made once.
     outliers : CsrMatrix or None
         Corrections added to the decoded values of single weights.
+    column_order : array of int32, shape (S,), or None
+        Order of the stored columns (GPTQ's act-order), in the memory of the weights.
 
     Raises
     ------
     UsageError
-        If the format is unknown, `data` does not have the size of format and shape, or `outliers`
-        have another shape.
+        If the format is unknown, `data` does not have the size of format and shape, `outliers`
+        have another shape, or `column_order` does not name every column once or goes with outliers
+        or a format without a packed layout.
 
     Examples
     --------
@@ -78,7 +85,9 @@ class QuantTensor:
     ('q4_b32t1a', (2, 64), 80)
     """
 
-    __slots__ = ("_data", "_matrices", "_packed", "_units", "format", "outliers", "shape")
+    __slots__ = (
+        "_data", "_matrices", "_packed", "_units", "column_order", "format", "outliers", "shape",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -86,11 +95,20 @@ class QuantTensor:
         shape: tuple[int, ...],
         data: NDArray[np.uint8],
         outliers: CsrMatrix | None = None,
+        column_order: NDArray[np.int32] | None = None,
     ) -> None:
         self._matrices: tuple[QuantTensor, ...] | None = None
         self.format = _format(format)
         self.shape = _checked_shape(shape)
-        wanted = _data_shape(self.format, self.shape)
+        self.column_order = column_order
+        if column_order is not None:
+            check_column_order(column_order, self.shape[-1])
+            if outliers is not None or self.is_float or self.format.decodes_from_storage:
+                raise UsageError(
+                    "column_order goes with a block format that has a packed layout, and without "
+                    f"outliers, got {self.format.name}"
+                )
+        wanted = _data_shape(self.format, (*self.shape[:-1], self.n_stored_columns))
         known = isinstance(data, np.ndarray) or is_cuda(data)
         if not known or data.dtype != np.uint8:
             found = data.dtype.name if known else type(data).__name__
@@ -175,7 +193,8 @@ class QuantTensor:
         (False, True)
         """
         tensor = object.__new__(cls)
-        tensor.format, tensor.shape, tensor.outliers = _format(format), _checked_shape(shape), None
+        tensor.format, tensor.shape = _format(format), _checked_shape(shape)
+        tensor.outliers = tensor.column_order = None
         tensor._data = tensor._packed = tensor._matrices = tensor._units = None
         if tensor.format.decodes_from_storage:
             return cls(format, shape, rows(0, tensor.n_rows).copy())
@@ -229,7 +248,8 @@ class QuantTensor:
         if self.on_device:
             return self
         outliers = self.outliers.to_device(like) if self.outliers is not None else None
-        return QuantTensor(self.format, self.shape, to_device(self.data, like), outliers)
+        order = None if self.column_order is None else to_device(self.column_order, like)
+        return QuantTensor(self.format, self.shape, to_device(self.data, like), outliers, order)
 
     def to_host(self) -> QuantTensor:
         """Copy the tensor to NumPy arrays; the inverse of `to_device`."""
@@ -238,7 +258,8 @@ class QuantTensor:
         if not self.on_device:
             return self
         outliers = self.outliers.to_host() if self.outliers is not None else None
-        return QuantTensor(self.format, self.shape, to_host(self.data), outliers)
+        order = None if self.column_order is None else to_host(self.column_order)
+        return QuantTensor(self.format, self.shape, to_host(self.data), outliers, order)
 
     def drop_storage(self) -> None:
         """Make the packed layout and free the storage bytes.
@@ -260,25 +281,32 @@ class QuantTensor:
         Raises
         ------
         UsageError
-            If the tensor has outliers, which the layout cannot store.
+            If the tensor has outliers or an order of columns, which the layout cannot store.
         """
-        if self.outliers is not None:
+        if self.outliers is not None or self.column_order is not None:
+            what = "outliers" if self.outliers is not None else "column_order"
             raise UsageError(
-                "the storage layout has no place for the outliers of this tensor; pickle the "
-                "tensor, or take data.tobytes() and the arrays of outliers"
+                f"the storage layout has no place for the {what} of this tensor; pickle the "
+                f"tensor, or take data.tobytes() and {what}"
             )
         return self.to_host().data.tobytes()
 
     @property
     def nbytes(self) -> int:
-        """Storage size in bytes, outliers included, packed layouts excluded."""
-        n_rows, row_bytes = _data_shape(self.format, self.shape)
-        return n_rows * row_bytes + self.outlier_nbytes
+        """Storage size in bytes, outliers and order included, packed layouts excluded."""
+        n_rows, row_bytes = _data_shape(self.format, (*self.shape[:-1], self.n_stored_columns))
+        return n_rows * row_bytes + self.extra_nbytes
 
     @property
-    def outlier_nbytes(self) -> int:
-        """Bytes of the outliers."""
-        return self.outliers.nbytes if self.outliers is not None else 0
+    def extra_nbytes(self) -> int:
+        """Bytes of the outliers and of the order of columns."""
+        extra = (self.outliers, self.column_order)
+        return sum(int(part.nbytes) for part in extra if part is not None)
+
+    @property
+    def n_stored_columns(self) -> int:
+        """Columns of a stored row: those of the weights, or more with padding."""
+        return self.shape[-1] if self.column_order is None else len(self.column_order)
 
     @property
     def packed_nbytes(self) -> int:
@@ -332,7 +360,7 @@ class QuantTensor:
 
     def _pack(self, rows: ReadRows) -> CpuPacked | PackedFloats:
         packed: CpuPacked | PackedFloats = self.format.pack(
-            rows, self.n_rows, self.format.row_blocks(self.shape[-1])
+            rows, self.n_rows, self.format.row_blocks(self.n_stored_columns)
         )
         return packed
 
@@ -359,7 +387,7 @@ class QuantTensor:
                 host = to_host(self.data)
                 if n_rows and len(host) > n_rows:
                     host = units.whole_tiles(host, n_rows)
-                made = units.pack(self.format, host, self.shape[-1])
+                made = units.pack(self.format, host, self.n_stored_columns)
                 self._units = replace(made, data=to_device(made.data, self.data))
         return self._units
 
@@ -375,7 +403,7 @@ class QuantTensor:
             raise UsageError(f"rows must lie in 0..{self.n_rows}, got {start}..{stop}")
         shape = (stop - start, self.shape[-1])
         some = None if self.outliers is None else self.outliers.rows(slice(start, stop))
-        return QuantTensor(self.format, shape, self.data[start:stop], some)
+        return QuantTensor(self.format, shape, self.data[start:stop], some, self.column_order)
 
     def columns(self, start: int, stop: int) -> QuantTensor:
         """Return columns [start, stop) of all rows; both bounds are block boundaries.
@@ -383,9 +411,11 @@ class QuantTensor:
         Raises
         ------
         UsageError
-            If a bound is inside a block or out of range.
+            If a bound is inside a block or out of range, or columns are stored in another order.
         """
         size, n_bytes, K = self.format.block_size, self.format.block_bytes, self.shape[-1]
+        if self.column_order is not None:
+            raise UsageError("columns cannot be cut from a tensor with a column_order")
         if not 0 <= start <= stop <= K or start % size or (stop % size and stop != K):
             raise UsageError(
                 f"columns must lie in 0..{K} and between blocks of {size}, got {start}..{stop}"
@@ -402,7 +432,7 @@ class QuantTensor:
         Raises
         ------
         UsageError
-            If formats or widths differ, or `tensors` is empty.
+            If formats, widths or orders of columns differ, or `tensors` is empty.
         """
         kinds = {(t.format.name, t.shape[-1]) for t in tensors}
         if len(kinds) != 1:
@@ -411,6 +441,9 @@ class QuantTensor:
             )
         like = tensors[0].data if tensors[0].on_device else None
         tensors = [t.to_host() for t in tensors]
+        order = tensors[0].column_order
+        if not all(_same(t.column_order, order) for t in tensors):
+            raise UsageError("tensors must have the same column_order")
         data = np.concatenate([t.data for t in tensors])
         shape = (len(data), tensors[0].shape[-1])
         outliers = None
@@ -418,7 +451,7 @@ class QuantTensor:
             outliers = CsrMatrix.concatenate(
                 [t.outliers or CsrMatrix.empty((t.n_rows, shape[1])) for t in tensors]
             )
-        together = cls(tensors[0].format, shape, data, outliers)
+        together = cls(tensors[0].format, shape, data, outliers, order)
         return together if like is None else together.to_device(like)
 
     def matrices(self) -> tuple[QuantTensor, ...]:
@@ -446,16 +479,19 @@ class QuantTensor:
         assert self._units is not None
         matrix = object.__new__(QuantTensor)
         matrix.format, matrix.shape, matrix.outliers = self.format, self.shape[-2:], None
+        matrix.column_order = self.column_order
         matrix._data = matrix._packed = matrix._matrices = None
         matrix._units = self._units.matrix(index, self.shape[-2])
         return matrix
 
     def __reduce__(self) -> tuple[Any, ...]:
         host = self.to_host()
-        return QuantTensor, (host.format, host.shape, host.data, host.outliers)
+        parts = host.format, host.shape, host.data, host.outliers, host.column_order
+        return QuantTensor, parts
 
     def __repr__(self) -> str:
         few = f", outliers={self.outliers.nnz}" if self.outliers is not None else ""
+        few += ", reordered" if self.column_order is not None else ""
         place = ", on a CUDA device" if self.on_device else ""
         return (
             f"QuantTensor({self.format.name}, shape={self.shape}, nbytes={self.nbytes}{few}{place})"
@@ -475,6 +511,11 @@ def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
             f"shape must have at least one axis, no negative ones and a last one >= 1, got {shape}"
         )
     return checked
+
+
+def _same(a: NDArray[np.int32] | None, b: NDArray[np.int32] | None) -> bool:
+    """Return whether two orders of columns, or their absence, are equal."""
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def _data_shape(format: QuantFormat, shape: tuple[int, ...]) -> tuple[int, int]:

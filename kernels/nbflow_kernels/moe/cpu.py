@@ -80,8 +80,12 @@ def grouped(
         for i in used:
             part, w = slice(edges[i], edges[i + 1]), matrices[i]
             added = None if bias is None else bias[i]
-            some = None if rows is None else rows.part(part.start, part.stop)
-            multiply(x[part], some, w, added, activations, out[part])
+            if isinstance(w, QuantTensor) and w.column_order is not None:
+                with in_order():  # each expert gathers the columns of its own order
+                    quant_cpu.qmatmul(x[part], w, added, False, activations, out[part])
+            else:
+                some = None if rows is None else rows.part(part.start, part.stop)
+                multiply(x[part], some, w, added, activations, out[part])
     out[edges[-1] :] = 0.0
 
 

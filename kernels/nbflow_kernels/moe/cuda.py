@@ -114,7 +114,9 @@ def _multiply_in_turn(x, matrices, indptr, bias, out, rows):
 
 def has_units(w: Any) -> bool:
     """Return whether the MMA layout holds all of a weight."""
-    return isinstance(w, QuantTensor) and w.outliers is None and has_mma_layout(w)
+    if not isinstance(w, QuantTensor) or w.outliers is not None or w.column_order is not None:
+        return False
+    return has_mma_layout(w)
 
 
 def matmul(x: Any, w: Any, bias: Any, out: Any) -> None:

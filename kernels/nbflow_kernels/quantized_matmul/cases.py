@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.formats import FORMATS, QuantTensor
+from nbflow_kernels.formats.column_order import order_by_group
 from nbflow_kernels.formats.user import UserFormat
 from nbflow_kernels.op_case import OpCase
 from nbflow_kernels.quantizers import quantize
@@ -27,8 +28,18 @@ _REASON = {
 }
 
 
-def weights(rng: np.random.Generator, N: int, K: int, format: str) -> QuantTensor:
-    """Return N(0, 1/K) weights; those of a large matrix repeat after 512 rows."""
+def weights(
+    rng: np.random.Generator, N: int, K: int, format: str, reordered: bool = False
+) -> QuantTensor:
+    """Return N(0, 1/K) weights; those of a large matrix repeat after 512 rows.
+
+    With `reordered`, columns belong to four groups of different sizes in any order.
+    """
+    if reordered:
+        groups = rng.choice(4, K, p=(0.4, 0.1, 0.2, 0.3))
+        order, _ = order_by_group(groups, 4, FORMATS[format].block_size)
+        stored = weights(rng, N, len(order), format)
+        return QuantTensor(format, (N, K), stored.data, column_order=order)
     w = rng.standard_normal((min(N, 512), K), dtype=np.float32) / np.float32(K**0.5)
     # the reference quantizer is fast, and this tests the product
     some = quantize(w, format, quantizer="reference")
@@ -47,11 +58,12 @@ def _case(
     accumulate: bool = False,
     timed: bool = False,
     device_only: bool = False,
+    reordered: bool = False,
 ) -> OpCase:
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         made: dict[str, Any] = {
             "x": rng.standard_normal((T, K), dtype=np.float32),
-            "w": weights(rng, N, K, format),
+            "w": weights(rng, N, K, format, reordered),
         }
         if activations != "f32":
             made["activations"] = activations
@@ -119,6 +131,11 @@ CASES = [
     *(_case(f"{f}", 3, 5, 24, f) for f in _FLOATS),
     *(_case(f"{f}_ragged", 17, 37, 203, f, bias=True) for f in _FLOATS),
     *(_case(f, 9, 37, 203, f, activations="bf16", bias=True) for f in _BF16_FORMATS),
+    *(
+        _case(f"reordered_{f}", T, 37, 203, f, activations=a, bias=True, reordered=True)
+        for f, T in (("int4_g32", 1), ("uint4_g64", 5), ("uint3_g16_f32", 40))
+        for a in ("f32", "bf16", "int8")
+    ),
     _case("one_row", 1, 20, 100, "q4", activations="bf16"),
     _case("long_rows", 7, 18, 4300, "q4", accumulate=True),
     _case("long_rows", 7, 18, 8500, "f16", activations="bf16", accumulate=True),

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.formats.column_order import gather_columns
 from nbflow_kernels.formats.floats import PackedFloats
 from nbflow_kernels.formats.layout_cpu import ROWS, CpuLayout, CpuPacked
 from nbflow_kernels.formats.registry import Floats
@@ -48,6 +49,10 @@ def qmatmul(
     x: Floats, w: QuantTensor, bias: Floats | None, accumulate: bool, activations: str, out: Floats
 ) -> None:
     """See `nbflow_kernels.qmatmul`."""
+    if w.column_order is not None:
+        gathered = np.empty((len(x), w.n_stored_columns), np.float32)
+        gather_columns(x, w.column_order, gathered)
+        x = gathered
     if activations == "int8":
         rows = Int8Rows.empty(*x.shape)
         quantize_activations(x, rows)
@@ -60,7 +65,10 @@ def matmul(
     x: Floats, w: QuantTensor, bias: Floats | None, accumulate: bool, out: Floats, *,
     bf16: bool = False,
 ) -> None:  # fmt: skip
-    """Multiply float32 activations, rounded to bfloat16 with the weights if `bf16`."""
+    """Multiply float32 activations, rounded to bfloat16 with the weights if `bf16`.
+
+    The columns of `x` are in the order in which `w` stores them; so are those of `matmul_int8`.
+    """
     with cpu_outliers.in_order(w):
         if w.format.decodes_from_storage:
             cpu_user_formats.matmul(x, w, bias, accumulate, out, bf16=bf16)

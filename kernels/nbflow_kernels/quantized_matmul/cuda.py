@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from nbflow_kernels.cuda import Kernel, KernelDevice, ceil_div, cpp_kernel, device_of
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.cuda_gather import gather_columns
 from nbflow_kernels.formats.layout_mma import CHUNK, ROWS, UNIT, MmaLayout, MmaPacked
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda as float_cuda
@@ -93,6 +94,8 @@ def qmatmul(
     """See `nbflow_kernels.qmatmul`."""
     if not x.shape[0] or not w.shape[0]:
         return
+    if w.column_order is not None:
+        x = _in_stored_order(x, w)
     has_units = has_mma_layout(w)
     if activations == "int8" and not w.format.takes_int8:
         activations = "f32"
@@ -108,6 +111,15 @@ def qmatmul(
         if activations == "int8":
             x = cuda_dequant_gemm.to_int8_grid(x)
         sparse.sparse_matmul(x, w.outliers, True, out)
+
+
+def _in_stored_order(x: Any, w: QuantTensor) -> Any:
+    """Return activations in the order in which a weight stores its columns."""
+    shape = len(x), w.n_stored_columns
+    gathered = workspace(device_of(x), "qmatmul columns", shape[0] * shape[1], "f4")
+    gathered = gathered[: shape[0] * shape[1]].reshape(shape)
+    gather_columns(x, w.column_order, gathered)
+    return gathered
 
 
 def multiply(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
@@ -247,7 +259,8 @@ def grouped(
 def batched(x: Any, w: QuantTensor, activations: str, out: Any) -> bool:
     """Batched product: ``out[:, h] = x[:, h] @ w[h].T``, with the bits of H single products.
 
-    `w` (H, N, K) has no outliers and is not in a user format without integer codes.  One launch
+    `w` (H, N, K) has no outliers or `column_order`, and is not in a user format without integer
+    codes.  One launch
     for up to 8 rows and block formats, one or two for float weights and any number of rows.
     Returns False, and does nothing, in other cases.
     """

@@ -38,7 +38,7 @@ def has_mma_layout(w: QuantTensor) -> bool:
 
 def qmatmul(x: Any, w: QuantTensor, bias: Any, accumulate: bool, out: Any) -> None:
     """Multiply with activations and weights rounded to bfloat16."""
-    n_rows, n_columns = w.shape
+    n_rows, n_columns = w.shape[0], w.n_stored_columns
     has_units = has_mma_layout(w)
     if has_units and float_cuda.use_wgmma(device_of(x), len(x)):
         cuda_gemm_wgmma.multiply(x, w.units(), bias, accumulate, out)
@@ -54,7 +54,7 @@ def decoded(x: Any, w: QuantTensor, bias: Any, accumulate: bool, int8: bool, out
 
     if int8:
         x = to_int8_grid(x)
-    n_rows, n_columns = w.shape
+    n_rows, n_columns = w.shape[0], w.n_stored_columns
     for row, stop in panels(n_rows, 4 * n_columns):
         weights = workspace(device_of(x), "qmatmul panel f32", (stop - row) * n_columns, "f4")
         weights = weights[: (stop - row) * n_columns].reshape(stop - row, n_columns)
@@ -114,7 +114,7 @@ def _bf16_rows(w: QuantTensor, row: int, stop: int) -> Any:
     """Return rows of weights without an MMA layout as bits of bfloat16."""
     if w.is_float and w.format.name == "bf16":
         return w.array[row:stop]
-    panel = _panel(device_of(w.data), stop - row, w.shape[1])
+    panel = _panel(device_of(w.data), stop - row, w.n_stored_columns)
     if w.is_float:
         _to_bits(w.array[row:stop], panel)
         return panel

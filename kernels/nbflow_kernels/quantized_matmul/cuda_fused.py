@@ -295,7 +295,9 @@ class NormEpilogue(Epilogue):
 
 def can_fuse(device: KernelDevice, w: Any, n_tokens: int, activations: str) -> bool:
     """Return whether `fused_gemv` supports a weight and a number of rows."""
-    if not isinstance(w, QuantTensor) or not has_mma_layout(w) or w.outliers is not None:
+    if not isinstance(w, QuantTensor) or not has_mma_layout(w):
+        return False
+    if w.outliers is not None or w.column_order is not None:
         return False
     if n_tokens > GEMV_MAX_ROWS:
         return False

@@ -13,10 +13,10 @@ ROWS = 1024  # rows decoded at once
 
 
 def weights(w: QuantTensor) -> NDArray[np.float64]:
-    """Return weights (N, K), dequantized in NumPy."""
+    """Return weights (N, stored columns), dequantized in NumPy."""
     blocks = w.format.dequantize_blocks(w.data.reshape(-1, w.format.block_bytes))
-    columns = w.format.row_blocks(w.shape[-1]) * w.format.block_size
-    dense = blocks.reshape(w.n_rows, columns)[:, : w.shape[-1]].astype(np.float64)
+    columns = w.format.row_blocks(w.n_stored_columns) * w.format.block_size
+    dense = blocks.reshape(w.n_rows, columns)[:, : w.n_stored_columns].astype(np.float64)
     return dense if w.outliers is None else dense + w.outliers.to_dense()
 
 
@@ -57,6 +57,8 @@ def qmatmul(
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """See `nbflow_kernels.qmatmul`."""
+    if w.column_order is not None:
+        x = np.append(x, np.zeros((len(x), 1), x.dtype), axis=1)[:, w.column_order]  # -1: the zeros
     holds = {"f32": lambda x: x.astype(np.float64), "bf16": to_bf16, "int8": int8_values}
     values = holds[activations](x)
     y = np.zeros((x.shape[0], w.n_rows))
