@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, tuple[str, ...]] = {
     "norm": (
         "rmsnorm", "layernorm", "fused_add_rmsnorm", "gemma_rmsnorm", "gemma_fused_add_rmsnorm",
-        "fused_add_layernorm", "l2norm", "linear_norm", "gated_rmsnorm",
+        "fused_add_layernorm", "l2norm", "linear_norm", "gated_rmsnorm", "rmsnorm_quant",
+        "fused_add_rmsnorm_quant", "layernorm_quant",
     ),
     "activation": (
         "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul",
@@ -122,6 +123,7 @@ IN_PLACE: dict[str, tuple[str, ...]] = {
     "fused_add_rmsnorm": _NORM_INPLACE,
     "gemma_fused_add_rmsnorm": _NORM_INPLACE,
     "fused_add_layernorm": _NORM_INPLACE,
+    "fused_add_rmsnorm_quant": ("residual",),
     "apply_rope_inplace": _ROPE_INPLACE,
     "apply_rope_pos_ids_inplace": _ROPE_INPLACE,
     "apply_llama31_rope_inplace": _ROPE_INPLACE,

@@ -18,7 +18,7 @@ from nbflow_kernels.attention.options import (
 from nbflow_kernels.attention.plan import AttentionPlan, make_plan, plan_into
 from nbflow_kernels.attention.run import AttentionCall, PlannedRun, run_plan
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kv_cache.float8 import FLOAT8_NAMES
+from nbflow_kernels.formats.float8 import FLOAT8_NAMES
 from nbflow_kernels.kv_cache.formats import kinds_of
 from nbflow_kernels.kv_cache.page_table import (
     PAGE_NUMBERS,

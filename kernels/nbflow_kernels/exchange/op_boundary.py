@@ -28,7 +28,7 @@ from nbflow_kernels import op_registry
 from nbflow_kernels.arrays import check_writable, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.exchange.array_exchange import dtype_name, exported, is_array, native
-from nbflow_kernels.kv_cache.float8 import FLOAT8_NAMES
+from nbflow_kernels.formats.float8 import FLOAT8_NAMES
 
 _F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
 _HALF = ("float16", "bfloat16")
@@ -47,8 +47,12 @@ _FLOAT32_ROWS = {
     "merge_state_in_place": ("v", "v_other"),
     "merge_states": ("v",),
 }
-_CACHES = ("k", "v", "paged_kv_cache")
-"""Arguments of keys and values."""
+_FLOAT8_ARGUMENTS = {
+    "kv_format": ("k", "v", "paged_kv_cache"),
+    "out_format": ("out",),
+    "quantize_dtype": ("q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out"),
+}
+"""Names of formats to the arguments that tell them if they are float8 of other libraries."""
 _QUERIES = ("q", "q_nope", "q_pe", "out", "sinks")
 """Arguments of attention that are widened from bfloat16; their kernels read float16."""
 _INDICES = re.compile(
@@ -69,6 +73,11 @@ class _Rules:
     op: str
     renamed: dict[str, str]
     writes: frozenset[str]
+
+    @property
+    def format_name(self) -> str:
+        """Return the parameter that names the format of float8 arguments, if there is one."""
+        return next((name for name in _FLOAT8_ARGUMENTS if name in self.parameters), "")
 
     def widens(self, name: str, half: str) -> bool:
         """Return True if an argument of float16 or bfloat16 becomes a float32 copy."""
@@ -110,7 +119,7 @@ class _Call:
     rounds_to: str = ""
     wide_integers: bool = False
     float8: list[str] = field(default_factory=list)
-    """Formats of keys and values whose float8 NumPy lacks."""
+    """Formats of arguments whose float8 NumPy lacks."""
     taken: dict[int, _Taken] = field(default_factory=dict)
 
     def take(self, name: str, value: Any) -> Any:
@@ -144,7 +153,9 @@ class _Call:
         memory = native(name, value)
         if memory is value:
             _ARRAYS.add(type(value))
-        elif dtype_name(value) in FLOAT8_NAMES and name in _CACHES:
+        elif dtype_name(value) in FLOAT8_NAMES and name in _FLOAT8_ARGUMENTS.get(
+            self.rules.format_name, ()
+        ):
             self.float8.append(FLOAT8_NAMES[dtype_name(value)])
         dtype = "bfloat16" if dtype_name(value) == "bfloat16" else dtype_name(memory)
         if self.like is None:
@@ -227,7 +238,7 @@ def _wrapped(function: Callable[..., Any], family: str, op: str) -> Callable[...
         return function
     parameters = tuple(inspect.signature(function).parameters)
     renamed = dict(_NAMES.get(op, {}))
-    if family in ("norm", "activation") and parameters[:1] == ("x",):
+    if family in ("norm", "activation") and "x" in parameters:
         renamed["input"] = "x"
     writes = frozenset({"out", "lse", *op_registry.IN_PLACE.get(op, ())})
     rules = _Rules(function, parameters, family, op, renamed, writes)
@@ -268,8 +279,9 @@ def _converted_call(rules: _Rules, args: tuple[Any, ...], kwargs: dict[str, Any]
     used = {name: call.take(name, value) for name, value in arguments.items()}
     first = [used[name] for name in rules.parameters[: len(args)]]
     more = {name: used[name] for name in kwargs}
-    if call.float8 and "kv_format" in rules.parameters and used.get("kv_format") is None:
-        more["kv_format"] = f"{call.float8[0]}/{call.float8[-1]}"
+    if call.float8 and used.get(rules.format_name) is None:
+        names = list(dict.fromkeys((call.float8[0], call.float8[-1])))
+        more[rules.format_name] = "/".join(names)
     result = rules.function(*first, **more)
     call.write_back()
     return call.give(result)

@@ -10,7 +10,7 @@ tokens.  The caller owns the page table and the pages.
 `cpu.py`, `cuda.py`     append and gather kernels; `cuda_append_gather.cu`
 `cpu_codec.py`          encode and decode one head vector; `cuda_codec.cuh` on a device
 `codebooks.py`          Lloyd-Max codebooks; `cpu_codebook.py` in kernels
-`float8.py`             float8 codes; `cpu_float8.py` in kernels
+`formats/float8.py`     float8 codes; `cpu/float8.py` in kernels
 `convert.py`            another layout, page size or format
 ======================  =========================================================================
 """

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.formats.float8 import FLOAT8, decode_float8, encode_float8
 from nbflow_kernels.kv_cache.codebooks import CODEBOOKS, decode_codebook, encode_codebook
-from nbflow_kernels.kv_cache.float8 import FLOAT8, decode_float8, encode_float8
 from nbflow_kernels.kv_cache.formats import split_names
 from nbflow_kernels.position.reference import rotate_pairs
 from nbflow_kernels.quantizers import quantize

@@ -1,6 +1,6 @@
-"""Float8 rows of the KV cache on the CPU: decode to float32, encode with saturation.
+"""Float8 rows on the CPU: decode to float32, encode with saturation.
 
-`mantissa` and `bias` are those of `nbflow_kernels.kv_cache.float8.FLOAT8`.  A code below
+`mantissa` and `bias` are those of `nbflow_kernels.formats.float8.FLOAT8`.  A code below
 ``1 << mantissa`` (subnormal) is an integer times the smallest number, so that no subnormal float32
 arises, on which processors are slow.
 """
@@ -65,16 +65,16 @@ def _value(mantissa, bias, code):
 
 
 @jit.device_function(strict=True)
-def encode_float8_row(mantissa, bias, largest_code, source, n, target):
-    """Encode n float32, rounded to nearest even."""
-    d = 0
+def encode_float8_row(mantissa, bias, largest_code, source, n, factor, target):
+    """Encode n float32 times `factor`, rounded to nearest even."""
+    d, factors = 0, simd.splat(factor)
     while d + 16 <= n:
-        store_narrow(
-            target + d, _codes(mantissa, bias, largest_code, simd.load_f32(source + 4 * d))
-        )
+        x = simd.mul(simd.load_f32(source + 4 * d), factors)
+        store_narrow(target + d, _codes(mantissa, bias, largest_code, x))
         d += 16
     while d < n:
-        write_u8(target + d, _code(mantissa, bias, largest_code, read_f32(source + 4 * d)))
+        x = read_f32(source + 4 * d) * np.float32(factor)
+        write_u8(target + d, _code(mantissa, bias, largest_code, x))
         d += 1
 
 
