@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "Llama3RopeScaling", "LongRopeScaling", "ProportionalRopeScaling",
         "alibi_slopes", "alibi_bias",
         "relative_position_bucket", "relative_position_bias", "sinusoidal_position_embedding",
-        "add_learned_positions", "apply_attention_temperature_inplace",
+        "add_learned_positions", "apply_attention_temperature_inplace", "rope_quantize_fp8",
     ),
     "matmul": ("matmul",),
     "quantized_matmul": ("qmatmul",),
@@ -45,6 +45,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "kv_cache": (
         "append_paged_kv_cache", "append_paged_mla_kv_cache", "convert_paged_kv_cache",
         "gather_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens",
+        "rope_quantize_fp8_append_paged_kv_cache",
     ),
     "attention": (
         "single_prefill_with_kv_cache", "single_decode_with_kv_cache", "merge_state",
@@ -116,6 +117,9 @@ NUMPY_ON_CPU = (
 `embedding` decodes rows of a quantized table with the format's compiled kernel.
 """
 
+ALIASES: dict[str, str] = {"mla_rope_quantize_fp8": "rope_quantize_fp8"}
+"""FlashInfer's second names to the public names of the same functions."""
+
 _ROPE_INPLACE = ("q", "k")
 _NORM_INPLACE = ("x", "residual")
 
@@ -129,9 +133,11 @@ IN_PLACE: dict[str, tuple[str, ...]] = {
     "apply_llama31_rope_inplace": _ROPE_INPLACE,
     "apply_llama31_rope_pos_ids_inplace": _ROPE_INPLACE,
     "apply_rope_with_cos_sin_cache_inplace": ("query", "key"),
+    "rope_quantize_fp8": ("q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out"),
     "apply_attention_temperature_inplace": ("query",),
     "append_paged_kv_cache": ("paged_kv_cache",),
     "append_paged_mla_kv_cache": ("ckv_cache", "kpe_cache"),
+    "rope_quantize_fp8_append_paged_kv_cache": ("paged_kv_cache", "q_rope_out", "q_nope_out"),
     "get_batch_indices_positions": ("batch_indices", "positions"),
     "merge_state_in_place": ("v", "s"),
     "causal_conv1d": ("state",),
@@ -199,13 +205,13 @@ FLASHINFER_INSTEAD = {
 
 def module_of() -> dict[str, str]:
     """Return the full module name of every public name."""
-    tables = (FAMILIES, SUPPORT)
-    return {
+    modules = {
         name: f"nbflow_kernels.{module}"
-        for table in tables
+        for table in (FAMILIES, SUPPORT)
         for module, names in table.items()
         for name in names
     }
+    return modules | {name: modules[other] for name, other in ALIASES.items()}
 
 
 def family_of(op: str) -> str:

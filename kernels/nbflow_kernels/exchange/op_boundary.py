@@ -50,8 +50,10 @@ _FLOAT32_ROWS = {
 _FLOAT8_ARGUMENTS = {
     "kv_format": ("k", "v", "paged_kv_cache"),
     "out_format": ("out",),
-    "quantize_dtype": ("q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out"),
-}
+    "quantize_dtype": (
+        "q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out", "paged_kv_cache",
+    ),
+}  # fmt: skip
 """Names of formats to the arguments that tell them if they are float8 of other libraries."""
 _QUERIES = ("q", "q_nope", "q_pe", "out", "sinks")
 """Arguments of attention that are widened from bfloat16; their kernels read float16."""
@@ -120,6 +122,8 @@ class _Call:
     wide_integers: bool = False
     float8: list[str] = field(default_factory=list)
     """Formats of arguments whose float8 NumPy lacks."""
+    float8_result: str = ""
+    """Format of uint8 results that are float8 codes."""
     taken: dict[int, _Taken] = field(default_factory=dict)
 
     def take(self, name: str, value: Any) -> Any:
@@ -178,6 +182,21 @@ class _Call:
         self.taken[id(used)] = _Taken(value, memory, used, dtype, written)
         return used
 
+    def add_format(self, name: str, given: Any, more: dict[str, Any]) -> str:
+        """Pass the format of float8 arguments on; return that of float8 results, if any."""
+        found = list(dict.fromkeys((self.float8 or [""])[:: max(len(self.float8) - 1, 1)]))
+        if given is None and self.float8:
+            more[name] = given = "/".join(found)
+        if name != "quantize_dtype":
+            return ""
+        chosen = FLOAT8_NAMES.get(given, given) or "f8_e4m3"
+        if self.float8 and set(self.float8) != {chosen}:
+            raise UsageError(
+                f"quantize_dtype must be that of the outputs and caches, {', '.join(found)}, got "
+                f"{given}"
+            )
+        return str(chosen)
+
     def write_back(self) -> None:
         """Round what was changed in place to the caller's memory."""
         for taken in self.taken.values():
@@ -201,6 +220,8 @@ class _Call:
             return self.taken[id(result)].given
         if not is_array(result):
             return result
+        if self.float8_result and self.like is not None and result.dtype == np.uint8:
+            return exported(result, self.like, float8=self.float8_result)
         half = self.rounds_to if rounds and result.dtype == _F32 else ""
         if half:
             result = _rounded(result, half)
@@ -214,6 +235,7 @@ class _Call:
 
 def public(name: str, value: Any) -> Any:
     """Return a public function, or a class with its methods, that takes arrays of any library."""
+    name = op_registry.ALIASES.get(name, name)
     families = {n: f for f, names in op_registry.FAMILIES.items() for n in names}
     family = families.get(name, "quantizers" if name == "quantize" else "")
     if not family:
@@ -279,9 +301,8 @@ def _converted_call(rules: _Rules, args: tuple[Any, ...], kwargs: dict[str, Any]
     used = {name: call.take(name, value) for name, value in arguments.items()}
     first = [used[name] for name in rules.parameters[: len(args)]]
     more = {name: used[name] for name in kwargs}
-    if call.float8 and used.get(rules.format_name) is None:
-        names = list(dict.fromkeys((call.float8[0], call.float8[-1])))
-        more[rules.format_name] = "/".join(names)
+    if name := rules.format_name:
+        call.float8_result = call.add_format(name, used.get(name), more)
     result = rules.function(*first, **more)
     call.write_back()
     return call.give(result)

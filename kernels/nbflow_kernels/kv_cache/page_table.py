@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, check_indptr
+from nbflow_kernels.arrays import check_array, check_indptr, check_range, is_cuda, on_host
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.kv_cache.formats import KVFormat, format_of, formats_of
 
@@ -155,3 +155,44 @@ def check_mla_cache(
             f"{ckv_cache.shape[:2]} and {kpe_cache.shape[:2]}"
         )
     return format
+
+
+def check_tables(
+    batch_indices: Any,
+    positions: Any,
+    T: int,
+    tables: tuple[Any, Any, Any],
+    page_size: int,
+    n_pages: int,
+) -> None:
+    """Raise unless the page table is valid and covers the rows."""
+    kv_indices, kv_indptr, kv_last_page_len = tables
+    check_array("batch_indices", batch_indices, (T,), np.int32)
+    check_array("positions", positions, (T,), np.int32)
+    if any(is_cuda(table) for table in (batch_indices, positions, *tables)):
+        # values on a device are not read
+        check_array("kv_indptr", kv_indptr, (None,), np.int32)
+        check_array("kv_indices", kv_indices, (None,), np.int32)
+        check_array("kv_last_page_len", kv_last_page_len, (len(kv_indptr) - 1,), np.int32)
+        return
+    check_page_table(kv_indptr, kv_indices, kv_last_page_len, page_size)
+    check_range(PAGE_NUMBERS, kv_indices[: kv_indptr[-1]], n_pages)
+    lens = count_tokens(kv_indptr, kv_last_page_len, page_size)
+    if (batch_indices < -1).any():
+        raise UsageError(f"batch_indices must be -1 for padding, got {batch_indices.min()}")
+    used = batch_indices >= 0
+    check_range("batch_indices must name requests {}", batch_indices[used], len(lens))
+    lens = np.append(lens, np.int32(0))  # of request -1
+    wrong = used & ((positions < 0) | (positions >= lens[batch_indices]))
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise UsageError(
+            f"positions[{row}] must be below the length of its sequence, "
+            f"{lens[batch_indices[row]]} by the page table, got {positions[row]}"
+        )
+
+
+def full_pages(kv_indptr: Any, page_size: int) -> np.ndarray:
+    """Return the last page lengths of requests that may write to all slots of their pages."""
+    counts = np.diff(on_host(kv_indptr))
+    return np.where(counts > 0, page_size, 0).astype(np.int32)

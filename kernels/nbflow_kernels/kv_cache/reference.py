@@ -10,7 +10,7 @@ from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.formats.float8 import FLOAT8, decode_float8, encode_float8
 from nbflow_kernels.kv_cache.codebooks import CODEBOOKS, decode_codebook, encode_codebook
 from nbflow_kernels.kv_cache.formats import split_names
-from nbflow_kernels.position.reference import rotate_pairs
+from nbflow_kernels.position.reference import rope_quantize_fp8, rotate_pairs
 from nbflow_kernels.quantizers import quantize
 
 
@@ -75,6 +75,8 @@ def append_paged_kv_cache(
     for rows, cache, name in zip((append_key, append_value), caches, names, strict=True):
         pages = _pages(cache, kv_layout)
         for row, request, position in zip(rows, batch_indices, positions, strict=True):
+            if request < 0:
+                continue  # padding
             page, slot = divmod(int(position), pages.shape[1])
             for g, vector in enumerate(row):
                 stored = encode(vector, cache.dtype, name)
@@ -106,6 +108,50 @@ def append_paged_mla_kv_cache(
         kv_last_page_len,
         kv_format=kv_format,
     )
+
+
+def rope_quantize_fp8_append_paged_kv_cache(
+    q_rope: np.ndarray,
+    k_rope: np.ndarray,
+    q_nope: Any,
+    k_nope: Any,
+    v: Any,
+    cos_sin_cache: np.ndarray,
+    pos_ids: np.ndarray,
+    paged_kv_cache: Any,
+    kv_indices: np.ndarray,
+    kv_indptr: np.ndarray,
+    batch_indices: np.ndarray,
+    positions: np.ndarray,
+    is_neox: bool = True,
+    quantize_dtype: str = "f8_e4m3",
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    page_size: int = 16,
+    kv_layout: str = "NHD",
+    q_rope_out: Any = None,
+    q_nope_out: Any = None,
+) -> tuple[Any, Any]:
+    """See `nbflow_kernels.rope_quantize_fp8_append_paged_kv_cache`."""
+    codes = rope_quantize_fp8(
+        q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, is_neox, quantize_dtype,
+        quant_scale_q, quant_scale_kv, q_rope_out, None, q_nope_out,
+    )  # fmt: skip
+    key_parts = [decode_float8(part, quantize_dtype) for part in (codes[1], codes[3])]
+    tables = (kv_indices, kv_indptr, None)
+    if v is None:
+        append_paged_mla_kv_cache(
+            key_parts[1], key_parts[0], batch_indices, positions, *paged_kv_cache, *tables,
+            kv_format=quantize_dtype,
+        )  # fmt: skip
+    else:
+        key = np.concatenate(key_parts, axis=-1)
+        append_paged_kv_cache(
+            key, v * quant_scale_kv, batch_indices, positions, paged_kv_cache, *tables, kv_layout,
+            kv_format=quantize_dtype,
+        )  # fmt: skip
+    assert page_size in _pages(_split(paged_kv_cache)[0], kv_layout).shape
+    return codes[0], codes[2]
 
 
 def gather_paged_kv_cache(
@@ -188,6 +234,7 @@ def get_batch_indices_positions(
         for request, n in enumerate(np.diff(append_indptr).tolist())
         for i in range(n)
     ]
+    pairs += [(-1, 0)] * (nnz - len(pairs))  # padding
     table = np.array(pairs, np.int32).reshape(nnz, 2)
     for out, column in ((batch_indices, table[:, 0]), (positions, table[:, 1])):
         if out is not None:
