@@ -28,17 +28,10 @@ from torch.overrides import TorchFunctionMode
 import nbflow_kernels as nk
 
 CHECKOUT = Path(os.environ["FLASHINFER_CHECKOUT"])
-DROPPED = frozenset(
-    [
-        "backend",
-        "enable_pdl",
-        "generator",
-        "jit_kwargs",
-        "reuse_module",
-        "use_cuda_graph",
-        "use_tensor_cores",
-    ]
-)
+DROPPED = (
+    "backend", "enable_pdl", "generator", "jit_kwargs", "reuse_module", "use_cuda_graph",
+    "use_tensor_cores",
+)  # fmt: skip
 """Arguments that choose a path on a GPU, or the state of a GPU's random numbers."""
 METHODS = (
     "begin_forward", "forward", "forward_return_lse", "plan", "run", "run_return_lse",

@@ -30,34 +30,24 @@ from typing import Any
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parents[1]
 FILES = [
-    "utils/activation",
-    "attention/alibi",
-    "attention/attention_sink",
-    "attention/batch_attention",
-    "attention/batch_decode_kernels",
-    "attention/batch_invariant_fa2",
-    "attention/batch_prefill",
-    "attention/batch_prefill_kernels",
-    "attention/block_sparse",
-    "attention/decode_fp8_calibration_scale",
-    "gemm/group_gemm",
-    "attention/hopper",
-    "attention/logits_cap",
-    "attention/mla_page",
-    "attention/non_contiguous_decode",
-    "attention/non_contiguous_prefill",
-    "utils/norm",
-    "attention/page",
-    "utils/quantization",
-    "attention/rope",
-    "utils/sampling",
-    "attention/shared_prefix_kernels",
-    "attention/single_prefill",
-    "attention/sliding_window",
-    "attention/tensor_cores_decode",
-    "utils/topk",
-    "utils/triton_cascade",
-]
+    f"{folder}/{name}"
+    for folder, names in (
+        ("utils", (
+            "activation", "norm", "quantization", "sampling", "topk", "triton_cascade",
+        )),
+        ("attention", (
+            "alibi", "attention_sink", "batch_attention", "batch_decode_kernels",
+            "batch_invariant_fa2", "batch_prefill", "batch_prefill_kernels", "block_sparse",
+            "decode_fp8_calibration_scale", "hopper", "logits_cap", "mla_page",
+            "non_contiguous_decode", "non_contiguous_prefill", "page", "rope",
+            "shared_prefix_kernels", "single_prefill", "sliding_window", "tensor_cores_decode",
+        )),
+        ("gemm", (
+            "group_gemm",
+        )),
+    )
+    for name in names
+]  # fmt: skip
 """Test files of ops that nbflow_kernels has; the others test libraries of GPUs."""
 MANY = ("norm", "topk")
 NOT_DRAWN = ("int64_stride", "contiguous_overflow", "cuda_graph")
@@ -84,7 +74,7 @@ def outcome_of(test: str, outcome: str, reason: str) -> str:
         return "no counterpart"
     if "Regex pattern did not match" in reason:
         return "another message"
-    return "refused" if reason.startswith("UsageError") else "failed"
+    return "refused" if reason.startswith(("UsageError", "TypeError")) else "failed"
 
 
 # ---- pytest plugin in the process of the tests --------------------------------------------------

@@ -43,6 +43,9 @@ _ATTENTION = ("attention", "kv_cache", "masks")
 _FLOAT32_ROWS = {
     "append_paged_kv_cache": ("append_key", "append_value"),
     "append_paged_mla_kv_cache": ("append_ckv", "append_kpe"),
+    "nvfp4_quantize_append_paged_kv_cache": ("append_key", "append_value"),
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": ("append_key", "append_value"),
+    "rope_quantize_fp8_append_paged_kv_cache": ("q_rope", "k_rope", "q_nope", "k_nope", "v"),
     "merge_state": ("v_a", "v_b"),
     "merge_state_in_place": ("v", "v_other"),
     "merge_states": ("v",),
@@ -58,7 +61,7 @@ _FLOAT8_ARGUMENTS = {
 _QUERIES = ("q", "q_nope", "q_pe", "out", "sinks")
 """Arguments of attention that are widened from bfloat16; their kernels read float16."""
 _INDICES = re.compile(
-    r"(ids|indices|indptr|positions?|lens?|offsets|inverse|rows|sz|num)(_arr|_buf)*$"
+    r"(ids|indices|indptr|positions?|lens?|offsets|inverse|rows|sz|num|mapping)(_arr|_buf)*$"
 )
 """Names of int32 arguments, by their ends."""
 _NAMES = {"layernorm": {"gemma": "weight", "beta": "bias"}}
@@ -235,7 +238,6 @@ class _Call:
 
 def public(name: str, value: Any) -> Any:
     """Return a public function, or a class with its methods, that takes arrays of any library."""
-    name = op_registry.ALIASES.get(name, name)
     families = {n: f for f, names in op_registry.FAMILIES.items() for n in names}
     family = families.get(name, "quantizers" if name == "quantize" else "")
     if not family:
@@ -251,6 +253,9 @@ def public(name: str, value: Any) -> Any:
                     whole = _wrapped(function.func, family, name)
                     more = functools.partialmethod(whole, *function.args, **function.keywords)
                     setattr(base, member, more)
+    for alias, member in op_registry.METHOD_ALIASES.items():
+        if family == "attention" and hasattr(value, member):
+            setattr(value, alias, inspect.getattr_static(value, member))
     return value
 
 

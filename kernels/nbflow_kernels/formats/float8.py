@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, check_writable, on_host
+from nbflow_kernels.arrays import check_array, on_host
 from nbflow_kernels.errors import UsageError, unknown_name
 
 
@@ -100,11 +100,10 @@ def float8_codes(name: str, out: Any, shape: tuple[int, ...], **options: Any) ->
     if getattr(getattr(out, "dtype", None), "name", "") in FLOAT8_NAMES:
         out = out.view(np.uint8)
     check_array(name, out, shape, np.uint8, **options)
-    check_writable(name, out)
     return out
 
 
-def number_of(name: str, value: Any) -> float:
+def number_of(name: str, value: Any, wanted: str = "positive and finite") -> float:
     """Return a positive finite number, which may be an array of one element."""
     found = np.asarray(on_host(value), np.float64)
     if found.size != 1:
@@ -113,5 +112,5 @@ def number_of(name: str, value: Any) -> float:
         )
     number = float(found.reshape(-1)[0])
     if not (math.isfinite(number) and number > 0):
-        raise UsageError(f"{name} must be positive and finite, got {number}")
+        raise UsageError(f"{name} must be {wanted}, got {number}")
     return number

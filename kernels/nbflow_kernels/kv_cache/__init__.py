@@ -12,6 +12,7 @@ tokens.  The caller owns the page table and the pages.
 `codebooks.py`          Lloyd-Max codebooks; `cpu_codebook.py` in kernels
 `formats/float8.py`     float8 codes; `cpu/float8.py` in kernels
 `append_float8.py`      RoPE and append to a float8 cache
+`nvfp4.py`              append to a cache of NVFP4 codes and scales
 `convert.py`            another layout, page size or format
 ======================  =========================================================================
 """
@@ -45,6 +46,10 @@ from nbflow_kernels.kv_cache.formats import (
     kv_formats,
     split_names,
 )
+from nbflow_kernels.kv_cache.nvfp4 import (
+    nvfp4_quantize_append_paged_kv_cache,
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+)
 from nbflow_kernels.kv_cache.page_table import (
     PAGE_NUMBERS,
     check_cache,
@@ -66,6 +71,8 @@ __all__ = [
     "get_seq_lens",
     "kv_format",
     "kv_formats",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "rope_quantize_fp8_append_paged_kv_cache",
 ]
 

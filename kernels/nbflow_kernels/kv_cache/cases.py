@@ -238,6 +238,40 @@ def _rotated_float8(
     )  # fmt: skip
 
 
+def _nvfp4(name: str, G: int, sizes: tuple[int, int], **options: Any) -> OpCase:
+    """Return a case of an NVFP4 append, to slots if `slots` are given."""
+    page_size, slots = 4, options.pop("slots", None)
+    layout, joined = options.pop("kv_layout", "NHD"), options.pop("joined", False)
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        indptr, indices, last = page_table(rng, [9, 2], page_size)
+        inner = (page_size, G) if layout == "NHD" else (G, page_size)
+        magnitudes = 10.0 ** rng.integers(-5, 4, (6, G, 1))  # some scales become 0, some saturate
+        key, value = ((rng.standard_normal((6, G, D)) * magnitudes).astype("f4") for D in sizes)
+        codes, scales = (
+            tuple(np.full((len(indices), *inner, D // n), 0xA5, np.uint8) for D in sizes)
+            for n in (2, 16)
+        )
+        if joined:
+            codes, scales = np.stack(codes, 1), np.stack(scales, 1)
+        rows = {"slot_mapping": np.array(slots, np.int32)} if slots else {
+            "batch_indices": np.array([0, 0, 1, 0, 1, -1], np.int32),
+            "positions": np.array([4, 8, 0, 7, 1, 0], np.int32),
+            "kv_indices": indices, "kv_indptr": indptr, "kv_last_page_len": last,
+        }  # fmt: skip
+        return {
+            "append_key": key, "append_value": value, **rows, "paged_kv_cache": codes,
+            "kv_cache_sf": scales, "kv_layout": layout, "k_scale": 1.0, "v_scale": 1.0, **options,
+        }  # fmt: skip
+
+    op = "nvfp4_quantize_append_paged_kv_cache" + ("_with_slot_mapping" if slots else "")
+    return exact_case(
+        op, name, inputs,
+        "two roundings, of scales and of codes, and no number of these is next to a middle",
+        mutates=("paged_kv_cache", "kv_cache_sf"),
+    )  # fmt: skip
+
+
 BLOCK_FORMATS = [name for name, kind in KINDS.items() if kind >= FIRST_BLOCK_KIND]
 
 HALF_HEADS_FIRST: dict[str, Any] = {"format": "f16", "kv_layout": "HND"}
@@ -269,6 +303,9 @@ CASES = [
     _rotated_float8("heads", 4, 2, 16, 20, quant_scale_q=0.3),
     _rotated_float8("all_columns_heads_first", 2, 2, 32, 0, kv_layout="HND", quant_scale_kv=100.0),
     _rotated_float8("latent", 3, 0, 16, 50, is_neox=False, quantize_dtype="f8_e5m2"),
+    _nvfp4("pages", 3, (48, 48), k_scale=0.02, v_scale=3.0),
+    _nvfp4("one_array_heads_first", 2, (64, 64), kv_layout="HND", joined=True),
+    _nvfp4("slots", 2, (32, 16), slots=[3, -1, 15, 16, 0, 900]),
     _gather("float", [5, 0, 9], 2, 20, 4),
     _gather("half_heads_first", [5, 1], 3, 36, 4, format="f16", kv_layout="HND"),
     _gather("bfloat16_one_array", [5, 1], 3, 36, 4, format="bf16", joined=True),

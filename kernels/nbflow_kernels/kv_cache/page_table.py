@@ -80,17 +80,17 @@ def strides(cache: Any, kv_layout: str) -> tuple[int, int, int]:
     return (page, first, second) if kv_layout == "NHD" else (page, second, first)
 
 
-def split_cache(paged_kv_cache: Any) -> tuple[Any, Any]:
+def split_cache(paged_kv_cache: Any, name: str = "paged_kv_cache") -> tuple[Any, Any]:
     """Return the key and the value cache of a tuple or of one 5-D array."""
     if isinstance(paged_kv_cache, tuple):
         if len(paged_kv_cache) != 2:
             raise UsageError(
-                f"paged_kv_cache must be a pair (keys, values), got {len(paged_kv_cache)} arrays"
+                f"{name} must be a pair (keys, values), got {len(paged_kv_cache)} arrays"
             )
         return paged_kv_cache
     if getattr(paged_kv_cache, "ndim", 0) != 5 or paged_kv_cache.shape[1] != 2:
         raise UsageError(
-            "paged_kv_cache must be a pair of 4-D arrays or one 5-D array (pages, 2, ...), got "
+            f"{name} must be a pair of 4-D arrays or one 5-D array (pages, 2, ...), got "
             f"{getattr(paged_kv_cache, 'shape', type(paged_kv_cache).__name__)}"
         )
     return paged_kv_cache[:, 0], paged_kv_cache[:, 1]
@@ -116,7 +116,10 @@ def check_cache(
     for name, array, format, size in zip(("keys", "values"), (k, v), formats, sizes, strict=True):
         row = format.row_length(size)
         shape = (None, page_size, G, row) if kv_layout == "NHD" else (None, G, page_size, row)
-        check_array(f"paged_kv_cache ({name})", array, shape, array.dtype, rows=True)
+        free = not is_cuda(array)  # kernels of devices copy rows of pages at a time
+        check_array(
+            f"paged_kv_cache ({name})", array, shape, array.dtype, rows=True, any_stride=free
+        )
     if k.shape[:-1] != v.shape[:-1]:
         raise UsageError(
             f"paged_kv_cache: keys and values must have the same pages, got {k.shape} and {v.shape}"

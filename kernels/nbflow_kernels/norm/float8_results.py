@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.arrays import check_array, is_cuda
+from nbflow_kernels.arrays import check_array, check_writable, is_cuda
 from nbflow_kernels.formats.float8 import (
     FLOAT8,
     Float8Codec,
@@ -155,6 +155,7 @@ def _codes(out: Any, x: Any, scale: Any, out_format: str | None) -> tuple[Any, F
     """Return the checked codes of `out`, and their type with the factor 1 / scale."""
     name = float8_format(out_format, out)
     codes = float8_codes("out", out, x.shape, rows=True)
+    check_writable("out", codes)
     return codes, Float8Codec(FLOAT8[name], float(np.float32(1.0 / number_of("scale", scale))))
 
 

@@ -6,7 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, check_range, empty, is_cuda
+from nbflow_kernels.arrays import (
+    check_array,
+    check_range,
+    check_writable,
+    empty,
+    is_cuda,
+)
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.float8 import (
     FLOAT8,
@@ -107,15 +113,13 @@ def rope_quantize_fp8(
                 check_array(out_name.removesuffix("_out"), x, shape, any_stride=True)
         found = empty(q_rope, shape, np.uint8) if out is None else out
         codes = float8_codes(out_name, found, shape, any_stride=True)
+        check_writable(out_name, codes)
         if n_numbers := int(np.prod(shape)):
             codec = Float8Codec(type, scales[out_name[0]])
             encode = cuda.encode_heads if is_cuda(x) else cpu_float8.encode_heads
             encode(_three_axes(x), *rotation, codec, _three_axes(codes), n_numbers)
         results.append(found)
     return results[0], results[1], results[2], results[3]
-
-
-mla_rope_quantize_fp8 = rope_quantize_fp8
 
 
 def _check_rope(q: Any, k: Any, cos_sin: Any, pos_ids: Any) -> tuple[int, int, int]:
