@@ -233,11 +233,13 @@ def _decode_nvfp4(
     """Decode rows of E2M1 codes and E4M3 scales, as tests do for what they expect."""
     if is_sf_swizzled_layout or ufp8_type != 1:
         raise NoCounterpart("swizzled scales of NVFP4 tensors")
-    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()
-    values = levels[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
-    factors = scales.view(torch.float8_e4m3fn).float().repeat_interleave(sf_vec_size, -1)
-    return values * factors * (1.0 if global_scale is None else global_scale)
+    level = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    pairs = torch.stack([level.repeat(16), level.repeat_interleave(16)], -1)  # of each byte
+    values = torch.nn.functional.embedding(packed.int(), pairs).flatten(-2)
+    factors = scales.view(torch.float8_e4m3fn).float()
+    factors = factors if global_scale is None else factors * global_scale
+    values.unflatten(-1, (-1, sf_vec_size)).mul_(factors[..., None])
+    return values
 
 
 class _TopKTieBreak(enum.IntEnum):

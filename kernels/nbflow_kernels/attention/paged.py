@@ -244,7 +244,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         paged_kv_cache : pair of arrays, or one array
             Keys and values, (pages, page_size, G, D) each for ``"NHD"`` or
             (pages, G, page_size, D) for ``"HND"``; or both in one 5-D array (pages, 2, ...), in
-            float32, float16 or `kv_format`; keys and values may differ.
+            float32, float16 or `kv_format`; keys and values may differ.  A pair of arrays
+            (pages, G, D) has pages of one token.
         q_scale, k_scale, v_scale : float or array, optional
             Factors of queries, keys and values; a number, or one per head.
         out : array of the result's dtype, shape (nnz, H, D_v), optional

@@ -107,7 +107,8 @@ def append_paged_kv_cache(
         Position of each row in its sequence; unique within a request.
     paged_kv_cache : pair of arrays, or one array
         Keys and values, (pages, page_size, G, row) each for ``"NHD"`` or (pages, G, page_size, row)
-        for ``"HND"``; or both in one 5-D array (pages, 2, ...).  A row is D floats, or for a
+        for ``"HND"``; or both in one 5-D array (pages, 2, ...).  A pair of arrays (pages, G, row)
+        has pages of one token.  A row is D floats, or for a
         quantized cache ``kv_format(name).row_length(D)`` bytes (uint8).
     kv_indices : array of int32, shape (n_pages,)
         Page numbers of all requests.

@@ -96,6 +96,13 @@ def split_cache(paged_kv_cache: Any, name: str = "paged_kv_cache") -> tuple[Any,
     return paged_kv_cache[:, 0], paged_kv_cache[:, 1]
 
 
+def one_token_pages(array: Any, kv_layout: str) -> Any:
+    """Return rows (pages, G, row) as pages of one token; other arrays as they are."""
+    if getattr(array, "ndim", 4) != 3:
+        return array
+    return array[:, None] if kv_layout == "NHD" else array[:, :, None]
+
+
 def check_cache(
     paged_kv_cache: Any,
     page_size: int | None,
@@ -108,9 +115,12 @@ def check_cache(
 ) -> tuple[Any, Any]:
     """Return the checked key and value caches: same pages, tokens and heads, contiguous rows.
 
-    `D` is the head size, `D_value` that of values if different.
+    `D` is the head size, `D_value` that of values if different.  Arrays of a pair may have three
+    axes, for pages of one token.
     """
     k, v = split_cache(paged_kv_cache)
+    if page_size in (None, 1) and isinstance(paged_kv_cache, tuple):
+        k, v = (one_token_pages(array, kv_layout) for array in (k, v))
     formats = formats_of(k, v, kv_format)
     sizes = (D, D if D_value is None else D_value)
     for name, array, format, size in zip(("keys", "values"), (k, v), formats, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""Multi-item scoring: each item sees the prompt and itself."""
+"""Calls that FlashInfer has: multi-item scoring, second names, strides and axes of caches."""
 
 from __future__ import annotations
 
@@ -135,3 +135,23 @@ def test_keys_and_values_may_have_strides_of_their_own(rng: np.random.Generator)
     wrapper.plan(ints(0, 2, 3), ints(2, 0, 1), ints(1, 4), H, G, D, 4)
     found = wrapper.run(q, (wide_k[:, :, :G, :D], wide_v[:, 2:6]))
     np.testing.assert_array_equal(found, wrapper.run(q, (k, v)))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_pages_of_one_token_may_have_three_axes(rng: np.random.Generator, layout: str) -> None:
+    q = rng.standard_normal((2, H, D), dtype=np.float32)
+    rows = rng.standard_normal((2, 2, G, D), dtype=np.float32)
+    k, v = np.zeros((2, 5, G, D), np.float32)
+    nk.append_paged_kv_cache(
+        rows[0], rows[1], ints(0, 1), ints(1, 0), (k, v), ints(4, 0, 2), ints(0, 2, 3), ints(1, 1),
+        layout,
+    )  # fmt: skip
+    np.testing.assert_array_equal(k[[0, 2]], rows[0])
+    wrapper = nk.BatchDecodeWithPagedKVCacheWrapper(kv_layout=layout)
+    wrapper.plan(ints(0, 2, 3), ints(4, 0, 2), ints(1, 1), H, G, D, 1)
+    axis = 1 if layout == "NHD" else 2
+    whole = np.expand_dims(k, axis), np.expand_dims(v, axis)
+    np.testing.assert_array_equal(wrapper.run(q, (k, v)), wrapper.run(q, whole))
+    wrapper.plan(ints(0, 1, 2), ints(4, 0), ints(2, 2), H, G, D, 2)
+    with pytest.raises(UsageError, match="must have shape"):
+        wrapper.run(q, (k, v))
