@@ -125,7 +125,7 @@ class Sampler:
             return
         reason = "" if error is None else f"{error.typename}: {error.value}".split("\n")[0]
         found = "passed" if error is None else "failed"
-        if error is not None and error.typename == "Skipped":
+        if error is not None and error.typename in ("Skipped", "XFailed"):
             found, reason = "skipped", str(error.value)
         row = {
             "test": item.nodeid, "outcome": outcome_of(item.nodeid, found, reason),

@@ -43,6 +43,7 @@ def _item_mask(items: Items, qo_lens: np.ndarray, kv_lens: np.ndarray) -> np.nda
     """Return the concatenated masks (qo_len, kv_len) of all requests."""
     B, n = len(qo_lens), items.token_pos_in_items_len
     prefixes, positions = map(on_host, items[:2])
+    prefixes = prefixes.reshape(1) if getattr(prefixes, "ndim", 1) == 0 else prefixes
     check_array("prefix_len_ptr", prefixes, (B,), _INTEGERS)
     check_array("token_pos_in_items_ptr", positions, (None,), _INTEGERS)
     longest = None
