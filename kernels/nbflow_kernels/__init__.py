@@ -23,7 +23,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from nbflow_kernels.op_registry import FLASHINFER_INSTEAD, module_of
+from nbflow_kernels.op_registry import ALIASES, FLASHINFER_INSTEAD, module_of
 
 _MODULE_OF = module_of()
 
@@ -36,7 +36,12 @@ def __getattr__(name: str) -> Any:
         instead = next((i for first, i in FLASHINFER_INSTEAD.items() if name.startswith(first)), "")
         more = f"; use {instead}" if instead else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{more}")
-    value = _public(name, importlib.import_module(_MODULE_OF[name]))
+    if name in ALIASES:
+        other, implied = ALIASES[name]
+        value = getattr(sys.modules[__name__], other)
+        value = functools.partial(value, **implied) if implied else value
+    else:
+        value = _public(name, importlib.import_module(_MODULE_OF[name]))
     globals()[name] = value
     return value
 

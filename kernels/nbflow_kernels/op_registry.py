@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, tuple[str, ...]] = {
     "norm": (
         "rmsnorm", "layernorm", "fused_add_rmsnorm", "gemma_rmsnorm", "gemma_fused_add_rmsnorm",
-        "fused_add_layernorm", "l2norm", "linear_norm", "gated_rmsnorm",
+        "fused_add_layernorm", "l2norm", "linear_norm", "gated_rmsnorm", "rmsnorm_quant",
+        "fused_add_rmsnorm_quant", "layernorm_quant",
     ),
     "activation": (
         "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul",
@@ -36,7 +37,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "Llama3RopeScaling", "LongRopeScaling", "ProportionalRopeScaling",
         "alibi_slopes", "alibi_bias",
         "relative_position_bucket", "relative_position_bias", "sinusoidal_position_embedding",
-        "add_learned_positions", "apply_attention_temperature_inplace",
+        "add_learned_positions", "apply_attention_temperature_inplace", "rope_quantize_fp8",
     ),
     "matmul": ("matmul",),
     "quantized_matmul": ("qmatmul",),
@@ -44,6 +45,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "kv_cache": (
         "append_paged_kv_cache", "append_paged_mla_kv_cache", "convert_paged_kv_cache",
         "gather_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens",
+        "rope_quantize_fp8_append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache",
+        "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     ),
     "attention": (
         "single_prefill_with_kv_cache", "single_decode_with_kv_cache", "merge_state",
@@ -115,21 +118,40 @@ NUMPY_ON_CPU = (
 `embedding` decodes rows of a quantized table with the format's compiled kernel.
 """
 
+ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mla_rope_quantize_fp8": ("rope_quantize_fp8", {}),
+    "single_prefill_with_kv_cache_return_lse": (
+        "single_prefill_with_kv_cache", {"return_lse": True},
+    ),
+}  # fmt: skip
+"""FlashInfer's second names of functions to the names here, and the arguments that they imply."""
+
+METHOD_ALIASES = {
+    "begin_forward": "plan", "forward": "run", "forward_return_lse": "run_return_lse",
+}  # fmt: skip
+"""FlashInfer's deprecated names of methods to the methods of the wrappers."""
+
 _ROPE_INPLACE = ("q", "k")
 _NORM_INPLACE = ("x", "residual")
+_NVFP4_CACHE = ("paged_kv_cache", "kv_cache_sf")
 
 IN_PLACE: dict[str, tuple[str, ...]] = {
     "fused_add_rmsnorm": _NORM_INPLACE,
     "gemma_fused_add_rmsnorm": _NORM_INPLACE,
     "fused_add_layernorm": _NORM_INPLACE,
+    "fused_add_rmsnorm_quant": ("residual",),
     "apply_rope_inplace": _ROPE_INPLACE,
     "apply_rope_pos_ids_inplace": _ROPE_INPLACE,
     "apply_llama31_rope_inplace": _ROPE_INPLACE,
     "apply_llama31_rope_pos_ids_inplace": _ROPE_INPLACE,
     "apply_rope_with_cos_sin_cache_inplace": ("query", "key"),
+    "rope_quantize_fp8": ("q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out"),
     "apply_attention_temperature_inplace": ("query",),
     "append_paged_kv_cache": ("paged_kv_cache",),
     "append_paged_mla_kv_cache": ("ckv_cache", "kpe_cache"),
+    "nvfp4_quantize_append_paged_kv_cache": _NVFP4_CACHE,
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": _NVFP4_CACHE,
+    "rope_quantize_fp8_append_paged_kv_cache": ("paged_kv_cache", "q_rope_out", "q_nope_out"),
     "get_batch_indices_positions": ("batch_indices", "positions"),
     "merge_state_in_place": ("v", "s"),
     "causal_conv1d": ("state",),
@@ -174,6 +196,7 @@ SUPPORT: dict[str, tuple[str, ...]] = {
     "formats.user": ("register_format", "unregister_format"),
     "plugins": ("load_plugin", "loaded_plugins"),
     "testing.format_checks": ("check_format",),
+    "attention.paged": ("fast_decode_plan",),
     "kv_cache.formats": ("KVFormat", "kv_format", "kv_formats"),
     "cpu.parallel_for": ("get_num_threads", "set_num_threads"),
     "errors": ("MissingExtraError", "UsageError"),
@@ -197,13 +220,13 @@ FLASHINFER_INSTEAD = {
 
 def module_of() -> dict[str, str]:
     """Return the full module name of every public name."""
-    tables = (FAMILIES, SUPPORT)
-    return {
+    modules = {
         name: f"nbflow_kernels.{module}"
-        for table in tables
+        for table in (FAMILIES, SUPPORT)
         for module, names in table.items()
         for name in names
     }
+    return modules | {name: modules[other] for name, (other, _) in ALIASES.items()}
 
 
 def family_of(op: str) -> str:

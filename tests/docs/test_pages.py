@@ -15,8 +15,8 @@ from nbflow import cli
 from nbflow.checkpoint.quantization_config import METHODS
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.formats.float8 import FLOAT8
 from nbflow_kernels.kv_cache.codebooks import CODEBOOKS
-from nbflow_kernels.kv_cache.float8 import FLOAT8
 from nbflow_kernels.kv_cache.formats import kv_format
 from nbflow_kernels.op_registry import FAMILIES
 

@@ -273,7 +273,7 @@ def test_keys_and_values_of_any_stride() -> None:
     ragged.plan(np.array([0, 5], np.int32), np.array([0, 7], np.int32), 4, 2, 32, causal=True)
     np.testing.assert_array_equal(ragged.run(q, k, v), ragged.run(q, k.copy(), v.copy()))
     wide = _normal(7, 2, 64)[:, :, ::2]
-    with pytest.raises(UsageError, match="k must be C-contiguous"):
+    with pytest.raises(UsageError, match="k must be contiguous in the last axis"):
         nk.single_prefill_with_kv_cache(q, wide, v)
 
 

@@ -155,6 +155,9 @@ VALUES: dict[str, Any] = {
     "key_cos_sin": normal(np.random.default_rng(1), LENS[0], D),
     "key_interleave": True,
     "key_bias": normal(np.random.default_rng(2), G, D),
+    "kv_cache_sf": (SINKS, SINKS),
+    **dict.fromkeys(("prefix_len_ptr", "token_pos_in_items_ptr", "max_item_len_ptr"), ints(1)),
+    "token_pos_in_items_len": 3,
 }
 VALUES |= {  # of the prompt and of the decode rows
     f"{name}_{part}": VALUES[name]
@@ -173,7 +176,7 @@ REASONS = {
     "head_dim_vo": "must have shape|head_dim_vo", "q_len_per_req": "q must have shape",
     "kv_format": "q8_0 must have", "use_cuda_graph": "buf",
     "kv_layout_p": "must be a multiple of num_kv_heads", "rope_scale_p": "rope_scale is for",
-    "rope_theta_p": "rope_theta is for",
+    "rope_theta_p": "rope_theta is for", "kv_cache_sf": "keys.*must have dtype uint8|k must have",
 }  # fmt: skip
 """Messages of refusals that do not name the parameter: arrays do not fit the plan."""
 MASKS = {

@@ -7,6 +7,7 @@ keys to the left, a log-sum-exp (LSE) to base 2.
 ===================  =============================================================================
 `single.py`          `single_decode_with_kv_cache`, `single_prefill_with_kv_cache`
 `paged.py`           `BatchDecodeWithPagedKVCacheWrapper`, `BatchPrefillWithPagedKVCacheWrapper`
+`multi_item.py`      masks of items after a prompt
 `ragged.py`          `BatchPrefillWithRaggedKVCacheWrapper`
 `mixed.py`           `BatchAttention`: prefill and decode mixed, lengths in tokens
 `pod.py`             `PODWithPagedKVCacheWrapper`: a contiguous prompt and a paged decode batch
@@ -35,6 +36,7 @@ from nbflow_kernels.attention.mla import BatchMLAPagedAttentionWrapper
 from nbflow_kernels.attention.paged import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
+    fast_decode_plan,
 )
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.pod import PODWithPagedKVCacheWrapper
@@ -53,6 +55,7 @@ __all__ = [
     "BatchMLAPagedAttentionWrapper", "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper", "BlockSparseAttentionWrapper", "CascadeTiming",
     "MultiLevelCascadeAttentionWrapper", "PODWithPagedKVCacheWrapper",
-    "VariableBlockSparseAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states",
-    "select_top_keys", "single_decode_with_kv_cache", "single_prefill_with_kv_cache",
+    "VariableBlockSparseAttentionWrapper", "fast_decode_plan", "merge_state",
+    "merge_state_in_place", "merge_states", "select_top_keys",
+    "single_decode_with_kv_cache", "single_prefill_with_kv_cache",
 ]  # fmt: skip

@@ -93,6 +93,7 @@ class BatchAttention(PagedAttentionWrapper):
         logits_soft_cap: float = 0.0,
         *,
         sinks: Any = None,
+        kv_cache_sf: Any = None,
     ) -> tuple[Any, Any]:
         """Attend with the current plan.
 
@@ -104,6 +105,8 @@ class BatchAttention(PagedAttentionWrapper):
             0, or the value given to `plan`.
         sinks : array of float32, shape (H,), optional
             Per head, the score of an additional key without a value.
+        kv_cache_sf
+            As in `BatchPrefillWithPagedKVCacheWrapper.run`.
 
         Returns
         -------
@@ -119,5 +122,5 @@ class BatchAttention(PagedAttentionWrapper):
         call = AttentionCall(
             k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=True, sinks=sinks
         )
-        result: tuple[Any, Any] = self._run_pages(q, kv_cache, None, call)
+        result: tuple[Any, Any] = self._run_pages(q, kv_cache, None, call, kv_cache_sf)
         return result

@@ -11,7 +11,7 @@ import numpy as np
 
 from nbflow_kernels.arrays import check_array, is_cuda, on_host
 from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.kv_cache.float8 import FLOAT8_NAMES
+from nbflow_kernels.formats.float8 import FLOAT8_NAMES
 from nbflow_kernels.kv_cache.page_table import check_layout
 from nbflow_kernels.position import rope_cos_sin_cache
 

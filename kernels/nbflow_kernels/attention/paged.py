@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.attention.cuda_graph import graph_of
+from nbflow_kernels.attention.multi_item import Items
 from nbflow_kernels.attention.paged_base import PagedAttentionWrapper
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.run import AttentionCall
@@ -113,6 +114,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         kv_data_type: Any = None,
         o_data_type: Any = None,
         non_blocking: bool = True,
+        prefix_len_ptr: Any = None,
+        token_pos_in_items_ptr: Any = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Any = None,
         *,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
@@ -157,6 +162,17 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         non_blocking : bool
             If False, the call that uploads the plan's tables (the first `run`; `plan` with
             `use_cuda_graph`) waits until they have arrived.
+        prefix_len_ptr : array of integers, shape (B,), optional
+            Multi-item scoring: keys of each request's prompt, which all its rows see.  Items follow
+            it, and a row of an item sees the prompt and the keys of the item up to itself.  Makes
+            a `custom_mask` (a byte for each row and key); needs ``causal=True``.
+        token_pos_in_items_ptr : array of integers, optional
+            For each key after the prompt its position in its item, from 1; 0 for the delimiters
+            before the items and after the last, which see the prompt only.
+        token_pos_in_items_len : int
+            Elements of `token_pos_in_items_ptr` for each request, with padding at the end.
+        max_item_len_ptr : array of integers, shape (B,), optional
+            Longest item of each request; checked.
         fixed_split_size : int, optional
             Pages per split, instead of 2048 keys; other sizes change the last bits.
         disable_split_kv : bool
@@ -188,6 +204,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         return self._plan_pages(
             (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len),
             (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), page_size,
+            items=Items(
+                prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
+            ),
             custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, causal=causal,
             pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction,
             sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap,
@@ -214,6 +233,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         sinks: Any = None,
         key_bias: Any = None,
         lse_base: str = "2",
+        kv_cache_sf: Any = None,
     ) -> Any:
         """Attend with the current plan.
 
@@ -224,7 +244,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         paged_kv_cache : pair of arrays, or one array
             Keys and values, (pages, page_size, G, D) each for ``"NHD"`` or
             (pages, G, page_size, D) for ``"HND"``; or both in one 5-D array (pages, 2, ...), in
-            float32, float16 or `kv_format`; keys and values may differ.
+            float32, float16 or `kv_format`; keys and values may differ.  A pair of arrays
+            (pages, G, D) has pages of one token.
         q_scale, k_scale, v_scale : float or array, optional
             Factors of queries, keys and values; a number, or one per head.
         out : array of the result's dtype, shape (nnz, H, D_v), optional
@@ -241,6 +262,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
             As in `single_prefill_with_kv_cache`.
         lse_base : str
             ``"2"`` or ``"e"``: base of the logarithm in the LSE.
+        kv_cache_sf : pair of arrays of uint8 or float8_e4m3fn, or one array, optional
+            Scales of an NVFP4 cache, whose codes `paged_kv_cache` has; see
+            `nvfp4_quantize_append_paged_kv_cache`.  Pass the global scales as `k_scale` and
+            `v_scale`.  Arrays in host memory only.
 
         Returns
         -------
@@ -260,7 +285,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
             return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes.get("o"),
             tensor_cores=self._tensor_cores,
         )  # fmt: skip
-        return self._run_pages(q, paged_kv_cache, window_left, call)
+        return self._run_pages(q, paged_kv_cache, window_left, call, kv_cache_sf)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -386,3 +411,52 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
 
     run = BatchPrefillWithPagedKVCacheWrapper.run
     run_return_lse = functools.partialmethod(run, return_lse=True)
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: Any,
+    indices: Any,
+    last_page_len: Any,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    *args: Any,
+    global_override_indptr_cpu: Any = None,
+    **options: Any,
+) -> AttentionPlan:
+    """Schedule a step of a decode wrapper; FlashInfer's name for engines that set it as `plan`.
+
+    Parameters
+    ----------
+    self : BatchDecodeWithPagedKVCacheWrapper
+        The wrapper.
+    indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size
+    *args, **options
+        As in `BatchDecodeWithPagedKVCacheWrapper.plan`.
+    global_override_indptr_cpu : array of int32, shape (B + 1,), optional
+        `indptr` in host memory, which saves the copy of one on a device.
+
+    Returns
+    -------
+    AttentionPlan
+        The plan, also kept as `current`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+    >>> ints = lambda *values: np.array(values, np.int32)
+    >>> wrapper = BatchDecodeWithPagedKVCacheWrapper()
+    >>> plan = fast_decode_plan(wrapper, ints(0, 2, 3), ints(2, 0, 1), ints(1, 2), 1, 1, 4, 2)
+    >>> plan.kv_lens
+    array([3, 2], dtype=int32)
+    """
+    if global_override_indptr_cpu is not None:
+        indptr = global_override_indptr_cpu
+    plan = BatchDecodeWithPagedKVCacheWrapper.plan  # an instance may have this function as `plan`
+    return plan(
+        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+        *args, **options,
+    )  # fmt: skip

@@ -8,6 +8,7 @@ import numpy as np
 
 from nbflow_kernels.arrays import array_shapes, check_array, check_indptr, check_range, on_host
 from nbflow_kernels.attention.cuda_graph import GraphPlan, Tables
+from nbflow_kernels.attention.multi_item import Items
 from nbflow_kernels.attention.options import (
     Options,
     check_backend,
@@ -18,15 +19,19 @@ from nbflow_kernels.attention.options import (
 from nbflow_kernels.attention.plan import AttentionPlan, make_plan, plan_into
 from nbflow_kernels.attention.run import AttentionCall, PlannedRun, run_plan
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kv_cache.float8 import FLOAT8_NAMES
+from nbflow_kernels.formats.float8 import FLOAT8_NAMES
 from nbflow_kernels.kv_cache.formats import kinds_of
+from nbflow_kernels.kv_cache.nvfp4 import nvfp4_cache
 from nbflow_kernels.kv_cache.page_table import (
     PAGE_NUMBERS,
     check_cache,
     check_page_table,
     count_tokens,
+    one_token_pages,
     split_cache,
 )
+
+NO_ITEMS = Items()
 
 
 class PlannedWrapper:
@@ -113,6 +118,7 @@ class PagedAttentionWrapper(PlannedWrapper):
         variant: Any = None,
         custom_mask: Any = None,
         packed_custom_mask: Any = None,
+        items: Items = NO_ITEMS,
         non_blocking: bool = True,
         last_page_len: Any = None,
         q_len_per_req: int | None = None,
@@ -127,6 +133,11 @@ class PagedAttentionWrapper(PlannedWrapper):
         """
         self.current, self._n_pages = None, -1
         self._checked.clear()
+        item_mask = items.mask(tables[0], tables[3], options.get("causal", False))
+        if item_mask is not None:
+            if custom_mask is not None or packed_custom_mask is not None:
+                raise UsageError("prefix_len_ptr makes a custom_mask; pass one of them")
+            custom_mask = item_mask
         if kv_format is None and kv_data_type is not None:
             kv_format = FLOAT8_NAMES.get(dtype_name(kv_data_type))
         self._variant, self._kv_format = variant, kv_format
@@ -182,21 +193,35 @@ class PagedAttentionWrapper(PlannedWrapper):
                 check_dtype(name, self._dtypes["kv"], array.dtype)
 
     def _run_pages(
-        self, q: Any, paged_kv_cache: Any, window_left: int | None, call: AttentionCall
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        window_left: int | None,
+        call: AttentionCall,
+        kv_cache_sf: Any = None,
     ) -> Any:
         """Check a layer's arrays against the plan, and attend."""
-        return run_plan(self._pages_run(q, paged_kv_cache, window_left, call))
+        return run_plan(self._pages_run(q, paged_kv_cache, window_left, call, kv_cache_sf))
 
     def _pages_run(
-        self, q: Any, paged_kv_cache: Any, window_left: int | None, call: AttentionCall
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        window_left: int | None,
+        call: AttentionCall,
+        kv_cache_sf: Any = None,
     ) -> PlannedRun:
         """Return the run of the current plan on a layer's arrays, checked."""
         plan = self._planned()
-        k, v = split_cache(paged_kv_cache)
-        shapes = array_shapes(q, k, v)
-        kinds = self._checked.get(shapes)
-        if kinds is None:
-            kinds = self._checked[shapes] = self._check_pages(plan, q, k, v)
+        scales: tuple[Any, Any] | None = None
+        if kv_cache_sf is None:
+            k, v, kinds = self._checked_pages(plan, q, paged_kv_cache)
+        else:
+            k, v, kinds, scales = nvfp4_cache(
+                paged_kv_cache, kv_cache_sf, plan.page_size, plan.heads, self.kv_layout,
+                self._kv_format,
+            )  # fmt: skip
+            self._check_arrays(plan, q, ("paged_kv_cache", k), ("paged_kv_cache", v))
         self._check_page_numbers(plan, k.shape[0])
         if window_left is not None and max(window_left, -1) != plan.window_left:
             Options(window_left=window_left)  # checks it
@@ -207,11 +232,22 @@ class PagedAttentionWrapper(PlannedWrapper):
                 )
             plan.set_window(window_left)
             plan_into(plan, plan.qo_indptr, plan.kv_indptr, plan.kv_indices, plan.kv_lens)
-        return PlannedRun(plan, q, k, v, kinds, call, self._variant)
+        return PlannedRun(plan, q, k, v, kinds, call, self._variant, scales=scales)
 
-    def _check_pages(self, plan: AttentionPlan, q: Any, k: Any, v: Any) -> tuple[int, int]:
-        """Check queries and caches against the plan; return the KINDS of keys and values."""
-        _, G, D_qk, D_vo = plan.heads
-        check_cache((k, v), plan.page_size, G, D_qk, self.kv_layout, self._kv_format, D_value=D_vo)
-        self._check_arrays(plan, q, ("paged_kv_cache", k), ("paged_kv_cache", v))
-        return kinds_of(k, v, self._kv_format)
+    def _checked_pages(
+        self, plan: AttentionPlan, q: Any, paged_kv_cache: Any
+    ) -> tuple[Any, Any, tuple[int, int]]:
+        """Return keys, values and their KINDS, checked against the plan once for each shape."""
+        k, v = split_cache(paged_kv_cache)
+        if isinstance(paged_kv_cache, tuple) and plan.page_size == 1:
+            k, v = (one_token_pages(array, self.kv_layout) for array in (k, v))
+        shapes = array_shapes(q, k, v)
+        kinds = self._checked.get(shapes)
+        if kinds is None:
+            _, G, D_qk, D_vo = plan.heads
+            check_cache(
+                (k, v), plan.page_size, G, D_qk, self.kv_layout, self._kv_format, D_value=D_vo
+            )
+            self._check_arrays(plan, q, ("paged_kv_cache", k), ("paged_kv_cache", v))
+            kinds = self._checked[shapes] = kinds_of(k, v, self._kv_format)
+        return k, v, kinds

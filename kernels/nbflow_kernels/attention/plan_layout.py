@@ -88,7 +88,10 @@ KEY_ROPE_NEOX = 43
 """1 to rotate the pairs (j, j + KEY_ROPE_DIM / 2), 0 for neighbours."""
 KEY_BIAS = 44
 """float32 (G, DIM_QK in multiples of 16): added to the keys as they are read, or 0."""
-HEADER_SIZE = 45
+SCALES = 45
+"""Scales of NVFP4 caches, eight fields: address of the keys' (0: another format), bytes between
+pages, tokens and heads; the same of the values'.  CPU only."""
+HEADER_SIZE = 53
 
 # ---- columns of the item table and the merge table ----------------------------------------------
 ITEM_COLUMNS = (

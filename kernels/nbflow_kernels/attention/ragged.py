@@ -9,10 +9,12 @@ import numpy as np
 
 from nbflow_kernels.arrays import check_array, check_indptr, is_cuda, on_host
 from nbflow_kernels.attention.cuda_graph import graph_of
+from nbflow_kernels.attention.multi_item import Items
 from nbflow_kernels.attention.paged_base import PagedAttentionWrapper
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.run import AttentionCall, PlannedRun, run_plan
 from nbflow_kernels.kv_cache.formats import formats_of
+from nbflow_kernels.kv_cache.nvfp4 import nvfp4_rows
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
@@ -84,6 +86,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         kv_data_type: Any = None,
         o_data_type: Any = None,
         non_blocking: bool = True,
+        prefix_len_ptr: Any = None,
+        token_pos_in_items_ptr: Any = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Any = None,
         *,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
@@ -99,6 +105,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, custom_mask, packed_custom_mask
         causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale
         rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type, non_blocking
+        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
         disable_split_kv, kv_format, variant
             As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
         fixed_split_size : int, optional
@@ -120,6 +127,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         plan = self._plan_lens(
             (rows, np.arange(len(starts), dtype=np.int32), starts[:-1], kv_lens),
             (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), longest, n_keys=n_keys,
+            items=Items(
+                prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
+            ),
             custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, causal=causal,
             pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction,
             window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
@@ -145,6 +155,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         return_lse: bool = False,
         sinks: Any = None,
         lse_base: str = "2",
+        kv_cache_sf: Any = None,
     ) -> Any:
         """Attend with the current plan.
 
@@ -156,6 +167,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
             Keys and values of all requests in `kv_layout`.
         q_scale, k_scale, v_scale, out, lse, return_lse, sinks, lse_base
             As in `BatchPrefillWithPagedKVCacheWrapper.run`.
+        kv_cache_sf : pair of arrays of uint8 or float8_e4m3fn, optional
+            Scales of keys and values in NVFP4, (nnz_kv, G, D / 16) or (G, nnz_kv, D / 16) each; `k`
+            and `v` are their codes, with rows of D / 2 bytes.  Arrays in host memory only.
 
         Returns
         -------
@@ -164,18 +178,29 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         """
         plan = self._planned()
         _, G, D_qk, D_vo = plan.heads
-        formats = formats_of(k, v, self._kv_format)
         heads_first = self.kv_layout == "HND"
+        call = AttentionCall(
+            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
+            return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes["o"],
+        )  # fmt: skip
+        if kv_cache_sf is not None:
+            n = self._nnz_kv
+            k, v, kinds, sf = nvfp4_rows(
+                (k, v), kv_cache_sf, n, G, (D_qk, D_vo), self.kv_layout, self._kv_format
+            )
+            self._check_arrays(plan, q, ("k", k), ("v", v))
+            k, v, *scales = (_pages_of_tokens(array, heads_first) for array in (k, v, *sf))
+            run = PlannedRun(
+                plan, q, k, v, kinds, call, self._variant, scales=(scales[0], scales[1])
+            )
+            return run_plan(run)
+        formats = formats_of(k, v, self._kv_format)
         for name, array, format, size in zip("kv", (k, v), formats, (D_qk, D_vo), strict=True):
             row = format.row_length(size)
             shape = (G, self._nnz_kv, row) if heads_first else (self._nnz_kv, G, row)
             check_array(name, array, shape, array.dtype, any_stride=True)
         self._check_arrays(plan, q, ("k", k), ("v", v))
         kinds = (formats[0].kind, formats[1].kind)
-        call = AttentionCall(
-            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
-            return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes["o"],
-        )  # fmt: skip
         if is_cuda(k):  # overlapping pages by strides
             token = 1 if heads_first else 0
             steps = (k.strides[token], v.strides[token])

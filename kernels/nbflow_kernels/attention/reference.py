@@ -9,7 +9,7 @@ import numpy as np
 
 from nbflow_kernels.attention.variants import with_position
 from nbflow_kernels.kv_cache.formats import split_names
-from nbflow_kernels.kv_cache.reference import decode
+from nbflow_kernels.kv_cache.reference import decode, decode_nvfp4
 from nbflow_kernels.position.reference import alibi_slopes, rotate_pairs
 
 
@@ -52,12 +52,16 @@ def attend(
     key_cos_sin: np.ndarray | None = None,
     key_interleave: bool = False,
     key_bias: np.ndarray | None = None,
+    kv_cache_sf: Any = None,
     bias: np.ndarray | None = None,
 ) -> Any:
     """See `nbflow_kernels.single_prefill_with_kv_cache`; adds `bias` (H, T, n) to the scores."""
     T, H, D = q.shape
-    names = split_names(kv_format)
-    q, k, v = q.astype(np.float64), _decode(k, names[0], D), _decode(v, names[1], None)
+    names, q = split_names(kv_format), q.astype(np.float64)
+    if kv_cache_sf is None:
+        k, v = _decode(k, names[0], D), _decode(v, names[1], None)
+    else:
+        k, v = map(decode_nvfp4, (k, v), kv_cache_sf)
     if kv_layout == "HND":
         k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
     n, G, _ = k.shape

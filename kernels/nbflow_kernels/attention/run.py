@@ -16,7 +16,9 @@ from nbflow_kernels.attention.options import head_factors, output_dtype
 from nbflow_kernels.attention.plan import AttentionPlan, padded_key_bias
 from nbflow_kernels.attention.variants import AttentionVariant, read_variant
 from nbflow_kernels.cpu.parallel_for import together
+from nbflow_kernels.cpu.simd_memory import address_of
 from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.kv_cache.page_table import strides
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class PlannedRun:
     variant: Any = None
     page_bytes: tuple[int, int] | None = None
     """Overrides the page strides on a device, for overlapping pages."""
+    scales: tuple[Any, Any] | None = None
+    """Scales of keys and values in NVFP4 caches."""
     out: Any = None
     """Set by `run_plan`: what the kernels write, float32 on the CPU; `lse` likewise."""
     lse: Any = None
@@ -143,6 +147,7 @@ def _prepare(run: PlannedRun) -> AttentionVariant | None:
         plan.set_table(at.SINKS, call.sinks)
     _set_key_bias(plan, call.key_bias, q)
     plan.header[at.LSE_NATURAL] = call.lse_base == "e"
+    _set_scales(plan, run.scales, q)
     run.out, run.lse = call.out, call.lse
     written = dtype if is_cuda(q) else np.dtype(np.float32)  # by the kernels
     if run.out is None or run.out.dtype != written:
@@ -163,6 +168,21 @@ def _set_key_bias(plan: AttentionPlan, bias: Any, q: Any) -> None:
         bias = padded_key_bias(bias)
     if bias is not None or plan.table(at.KEY_BIAS) is not None:
         plan.set_table(at.KEY_BIAS, bias)
+
+
+def _set_scales(plan: AttentionPlan, scales: tuple[Any, Any] | None, q: Any) -> None:
+    """Set the addresses and strides of the scales of an NVFP4 cache in the plan, or none."""
+    if scales is not None and is_cuda(q):
+        raise UsageError(
+            "kv_cache_sf is for arrays in host memory: no CUDA kernel reads NVFP4 caches; append "
+            "to a cache of kv_format='q4_0' or 'f8_e4m3'"
+        )
+    fields = plan.header[at.SCALES : at.SCALES + 8]
+    if scales is None:
+        fields[0] = 0
+    else:
+        parts = [(address_of(x), *strides(x, plan.kv_layout)) for x in scales]
+        fields[:] = (*parts[0], *parts[1])
 
 
 def _run_cpu(run: PlannedRun, functions: AttentionVariant | None) -> None:

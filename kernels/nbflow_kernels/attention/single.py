@@ -14,6 +14,7 @@ from nbflow_kernels.attention.run import AttentionCall, PlannedRun, run_plan
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.formats import KVFormat, formats_of
+from nbflow_kernels.kv_cache.nvfp4 import nvfp4_rows
 
 _RECENT_PLANS = 4
 """Plans that a device keeps; a plan of few rows has up to some MB of partial results."""
@@ -51,6 +52,7 @@ def single_prefill_with_kv_cache(
     key_cos_sin: Any = None,
     key_interleave: bool = False,
     key_bias: Any = None,
+    kv_cache_sf: Any = None,
     out: Any = None,
     lse: Any = None,
 ) -> Any:
@@ -121,6 +123,10 @@ def single_prefill_with_kv_cache(
     key_bias : array of float32, shape (G, D), optional
         Added to the keys as they are read, before the RoPE of `key_cos_sin`: the part of all keys
         that a quantized cache need not hold.
+    kv_cache_sf : pair of arrays of uint8 or float8_e4m3fn, optional
+        Scales of keys and values in NVFP4, with rows of D / 16; `k` and `v` are their codes, uint8
+        with rows of D / 2 bytes (see `nvfp4_quantize_append_paged_kv_cache`).  Pass the global
+        scales as `k_scale` and `v_scale`.  Arrays in host memory only.
     out : array of the result's dtype, shape (T, H, D_v), optional
         Output array.
     lse : array of float32, shape (T, H), optional
@@ -177,6 +183,9 @@ def single_prefill_with_kv_cache(
         lse_base=lse_base, o_dtype=o_dtype,
     )  # fmt: skip
     masks, key_rope = (custom_mask, packed_custom_mask), (key_cos_sin, key_interleave)
+    if kv_cache_sf is not None:
+        arrays = (q, k, v, kv_cache_sf)
+        return run_plan(_nvfp4_run(arrays, options, call, kv_format, variant, masks, key_rope))
     return _run(q, k, v, options, call, kv_format, variant, *masks, key_rope=key_rope)
 
 
@@ -337,6 +346,31 @@ def single_run(
     return PlannedRun(plan, q, k[None], v[None], kinds, call, variant)
 
 
+def _nvfp4_run(
+    arrays: tuple[Any, Any, Any, Any],
+    options: Options,
+    call: AttentionCall,
+    kv_format: str | None,
+    variant: Any,
+    masks: tuple[Any, Any],
+    key_rope: tuple[Any, bool],
+) -> PlannedRun:
+    """Check and plan the rows of one request over keys and values in NVFP4."""
+    q, k, v, kv_cache_sf = arrays
+    check_array("q", q, (None, None, None), (np.float32, np.float16), rows=True)
+    sizes = q.shape[2], 2 * getattr(v, "shape", (0,))[-1]
+    k, v, kinds, scales = nvfp4_rows(
+        (k, v), kv_cache_sf, None, None, sizes, options.kv_layout, kv_format
+    )
+    if k.shape[:2] != v.shape[:2]:
+        raise UsageError(f"v must have the rows and heads of k, {k.shape[:2]}, got {v.shape[:2]}")
+    N, G = k.shape[1::-1] if options.kv_layout == "HND" else k.shape[:2]
+    check_heads(q.shape[1], G, *sizes)
+    plan = _one_page(q, (N, G, sizes[1]), options, masks, key_rope)
+    pages = scales[0][None], scales[1][None]
+    return PlannedRun(plan, q, k[None], v[None], kinds, call, variant, scales=pages)
+
+
 def _both(name: str, per_head: Any, single: Any) -> Any:
     """Return the product of a per-head and a single scale, either of them optional."""
     if per_head is None or single is None:
@@ -358,7 +392,7 @@ def _plan_one(
     key_rope: tuple[Any, bool],
 ) -> AttentionPlan:
     """Check keys and values; return a plan with all keys on one page."""
-    T, H, D = q.shape
+    _, H, D = q.shape
     heads_first = options.kv_layout == "HND"
     check_array("k", k, (None, None, formats[0].row_length(D)), k.dtype, any_stride=True)
     N, G = k.shape[1::-1] if heads_first else k.shape[:2]
@@ -366,10 +400,23 @@ def _plan_one(
     check_array("v", v, (*k.shape[:2], None), v.dtype, any_stride=True)
     same = v.shape[2] == formats[1].row_length(D)
     D_v = D if same else _size_of(v.shape[2], formats[1])
+    return _one_page(q, (N, G, D_v), options, (custom_mask, packed), key_rope)
+
+
+def _one_page(
+    q: Any,
+    keys: tuple[int, int, int],
+    options: Options,
+    masks: tuple[Any, Any],
+    key_rope: tuple[Any, bool],
+) -> AttentionPlan:
+    """Return a plan of one request whose N keys, of G heads, with values of D_v, are one page."""
+    T, H, D = q.shape
+    N, G, D_v = keys
     return make_plan(
         np.array([0, T], np.int32), np.array([0, 1 if N else 0], np.int32), np.zeros(1, np.int32),
-        np.array([N], np.int32), (H, G, D, D_v), max(N, 1), options, custom_mask=custom_mask,
-        packed_custom_mask=packed, key_cos_sin=key_rope[0], key_interleave=key_rope[1],
+        np.array([N], np.int32), (H, G, D, D_v), max(N, 1), options, custom_mask=masks[0],
+        packed_custom_mask=masks[1], key_cos_sin=key_rope[0], key_interleave=key_rope[1],
     )  # fmt: skip
 
 

@@ -16,9 +16,10 @@ import numpy as np
 
 from nbflow_kernels.arrays import is_cuda
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats.float8 import FLOAT8_NAMES
 
 _HOST = (1, 3, 11)  # DLPack's kDLCPU, kDLCUDAHost, kDLROCMHost
-_BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+_BITS = {"bfloat16": "uint16", **dict.fromkeys(FLOAT8_NAMES, "uint8")}
 _CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
@@ -124,7 +125,7 @@ def _namespace(array: Any) -> Any:
     return sys.modules.get(type(array).__module__.partition(".")[0])
 
 
-def exported(array: Any, like: Any, *, bfloat16: bool = False) -> Any:
+def exported(array: Any, like: Any, *, bfloat16: bool = False, float8: str = "") -> Any:
     """Return a native array as an array of the library of `like`, with the same memory.
 
     Parameters
@@ -136,6 +137,8 @@ def exported(array: Any, like: Any, *, bfloat16: bool = False) -> Any:
         no arrays, get the result as it is.
     bfloat16 : bool
         `array` holds bits of bfloat16.
+    float8 : str
+        `array` holds codes of this float8 format: uint8, unless the library has a dtype for them.
     """
     namespace = _namespace(like)
     if not is_native(like):
@@ -143,6 +146,10 @@ def exported(array: Any, like: Any, *, bfloat16: bool = False) -> Any:
             array = namespace.from_dlpack(array)
         elif is_cuda(like) and getattr(namespace, "__name__", "") == "numba":
             array = importlib.import_module("numba.cuda").as_cuda_array(array)
+    if float8:
+        name = next(name for name, format in FLOAT8_NAMES.items() if format == float8)
+        dtype = None if is_native(like) else getattr(namespace, name, None)
+        return array if dtype is None else array.view(dtype)
     if not bfloat16:
         return array
     return array.view(like.dtype if dtype_name(like) == "bfloat16" else namespace.bfloat16)

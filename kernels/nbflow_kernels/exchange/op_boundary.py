@@ -28,7 +28,7 @@ from nbflow_kernels import op_registry
 from nbflow_kernels.arrays import check_writable, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.exchange.array_exchange import dtype_name, exported, is_array, native
-from nbflow_kernels.kv_cache.float8 import FLOAT8_NAMES
+from nbflow_kernels.formats.float8 import FLOAT8_NAMES
 
 _F16, _F32 = np.dtype(np.float16), np.dtype(np.float32)
 _U8, _I32 = np.dtype(np.uint8), np.dtype(np.int32)
@@ -47,16 +47,25 @@ _ATTENTION = ("attention", "kv_cache", "masks")
 _FLOAT32_ROWS = {
     "append_paged_kv_cache": ("append_key", "append_value"),
     "append_paged_mla_kv_cache": ("append_ckv", "append_kpe"),
+    "nvfp4_quantize_append_paged_kv_cache": ("append_key", "append_value"),
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": ("append_key", "append_value"),
+    "rope_quantize_fp8_append_paged_kv_cache": ("q_rope", "k_rope", "q_nope", "k_nope", "v"),
     "merge_state": ("v_a", "v_b"),
     "merge_state_in_place": ("v", "v_other"),
     "merge_states": ("v",),
 }
-_CACHES = ("k", "v", "paged_kv_cache")
-"""Arguments of keys and values."""
+_FLOAT8_ARGUMENTS = {
+    "kv_format": ("k", "v", "paged_kv_cache"),
+    "out_format": ("out",),
+    "quantize_dtype": (
+        "q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out", "paged_kv_cache",
+    ),
+}  # fmt: skip
+"""Names of formats to the arguments that tell them if they are float8 of other libraries."""
 _QUERIES = ("q", "q_nope", "q_pe", "out", "sinks")
 """Arguments of attention that are widened from bfloat16; their kernels read float16."""
 _INDICES = re.compile(
-    r"(ids|indices|indptr|positions?|lens?|offsets|inverse|rows|sz|num)(_arr|_buf)*$"
+    r"(ids|indices|indptr|positions?|lens?|offsets|inverse|rows|sz|num|mapping)(_arr|_buf)*$"
 )
 """Names of int32 arguments, by their ends."""
 _NAMES = {"layernorm": {"gemma": "weight", "beta": "bias"}}
@@ -94,6 +103,11 @@ class _Rules:
             elif kind not in _PLAIN:
                 return False
         return True
+
+    @property
+    def format_name(self) -> str:
+        """Return the parameter that names the format of float8 arguments, if there is one."""
+        return next((name for name in _FLOAT8_ARGUMENTS if name in self.parameters), "")
 
     def widens(self, name: str, half: str) -> bool:
         """Return True if an argument of float16 or bfloat16 becomes a float32 copy."""
@@ -135,7 +149,9 @@ class _Call:
     rounds_to: str = ""
     wide_integers: bool = False
     float8: list[str] = field(default_factory=list)
-    """Formats of keys and values whose float8 NumPy lacks."""
+    """Formats of arguments whose float8 NumPy lacks."""
+    float8_result: str = ""
+    """Format of uint8 results that are float8 codes."""
     taken: dict[int, _Taken] = field(default_factory=dict)
 
     def take(self, name: str, value: Any) -> Any:
@@ -169,7 +185,9 @@ class _Call:
         memory = native(name, value)
         if memory is value:
             _ARRAYS.add(type(value))
-        elif dtype_name(value) in FLOAT8_NAMES and name in _CACHES:
+        elif dtype_name(value) in FLOAT8_NAMES and name in _FLOAT8_ARGUMENTS.get(
+            self.rules.format_name, ()
+        ):
             self.float8.append(FLOAT8_NAMES[dtype_name(value)])
         dtype = "bfloat16" if dtype_name(value) == "bfloat16" else dtype_name(memory)
         if self.like is None:
@@ -191,6 +209,21 @@ class _Call:
         written = name in self.rules.writes
         self.taken[id(used)] = _Taken(value, memory, used, dtype, written)
         return used
+
+    def add_format(self, name: str, given: Any, more: dict[str, Any]) -> str:
+        """Pass the format of float8 arguments on; return that of float8 results, if any."""
+        found = list(dict.fromkeys((self.float8 or [""])[:: max(len(self.float8) - 1, 1)]))
+        if given is None and self.float8:
+            more[name] = given = "/".join(found)
+        if name != "quantize_dtype":
+            return ""
+        chosen = FLOAT8_NAMES.get(given, given) or "f8_e4m3"
+        if self.float8 and set(self.float8) != {chosen}:
+            raise UsageError(
+                f"quantize_dtype must be that of the outputs and caches, {', '.join(found)}, got "
+                f"{given}"
+            )
+        return str(chosen)
 
     def write_back(self) -> None:
         """Round what was changed in place to the caller's memory."""
@@ -215,6 +248,8 @@ class _Call:
             return self.taken[id(result)].given
         if not is_array(result):
             return result
+        if self.float8_result and self.like is not None and result.dtype == np.uint8:
+            return exported(result, self.like, float8=self.float8_result)
         half = self.rounds_to if rounds and result.dtype == _F32 else ""
         if half:
             result = _rounded(result, half)
@@ -243,6 +278,9 @@ def public(name: str, value: Any) -> Any:
                     whole = _wrapped(function.func, family, name)
                     more = functools.partialmethod(whole, *function.args, **function.keywords)
                     setattr(base, member, more)
+    for alias, member in op_registry.METHOD_ALIASES.items():
+        if family == "attention" and hasattr(value, member):
+            setattr(value, alias, inspect.getattr_static(value, member))
     return value
 
 
@@ -252,7 +290,7 @@ def _wrapped(function: Callable[..., Any], family: str, op: str) -> Callable[...
         return function
     parameters = tuple(inspect.signature(function).parameters)
     renamed = dict(_NAMES.get(op, {}))
-    if family in ("norm", "activation") and parameters[:1] == ("x",):
+    if family in ("norm", "activation") and "x" in parameters:
         renamed["input"] = "x"
     writes = frozenset({"out", "lse", *op_registry.IN_PLACE.get(op, ())})
     rules = _Rules(function, parameters, family, op, renamed, writes)
@@ -280,8 +318,8 @@ def _converted_call(rules: _Rules, args: tuple[Any, ...], kwargs: dict[str, Any]
     used = {name: call.take(name, value) for name, value in arguments.items()}
     first = [used[name] for name in rules.parameters[: len(args)]]
     more = {name: used[name] for name in kwargs}
-    if call.float8 and "kv_format" in rules.parameters and used.get("kv_format") is None:
-        more["kv_format"] = f"{call.float8[0]}/{call.float8[-1]}"
+    if name := rules.format_name:
+        call.float8_result = call.add_format(name, used.get(name), more)
     result = rules.function(*first, **more)
     call.write_back()
     return call.give(result)

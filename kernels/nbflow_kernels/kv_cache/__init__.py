@@ -10,7 +10,9 @@ tokens.  The caller owns the page table and the pages.
 `cpu.py`, `cuda.py`     append and gather kernels; `cuda_append_gather.cu`
 `cpu_codec.py`          encode and decode one head vector; `cuda_codec.cuh` on a device
 `codebooks.py`          Lloyd-Max codebooks; `cpu_codebook.py` in kernels
-`float8.py`             float8 codes; `cpu_float8.py` in kernels
+`formats/float8.py`     float8 codes; `cpu/float8.py` in kernels
+`append_float8.py`      RoPE and append to a float8 cache
+`nvfp4.py`              append to a cache of NVFP4 codes and scales
 `convert.py`            another layout, page size or format
 ======================  =========================================================================
 """
@@ -34,6 +36,7 @@ from nbflow_kernels.arrays import (
 )
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.kv_cache import cpu, cuda
+from nbflow_kernels.kv_cache.append_float8 import rope_quantize_fp8_append_paged_kv_cache
 from nbflow_kernels.kv_cache.convert import convert_paged_kv_cache, whole_blocks
 from nbflow_kernels.kv_cache.formats import (
     KVFormat,
@@ -43,12 +46,17 @@ from nbflow_kernels.kv_cache.formats import (
     kv_formats,
     split_names,
 )
+from nbflow_kernels.kv_cache.nvfp4 import (
+    nvfp4_quantize_append_paged_kv_cache,
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+)
 from nbflow_kernels.kv_cache.page_table import (
     PAGE_NUMBERS,
     check_cache,
     check_layout,
     check_mla_cache,
     check_page_table,
+    check_tables,
     count_tokens,
     split_cache,
 )
@@ -63,6 +71,9 @@ __all__ = [
     "get_seq_lens",
     "kv_format",
     "kv_formats",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    "rope_quantize_fp8_append_paged_kv_cache",
 ]
 
 OUT_DTYPES = ("float32", "float16")
@@ -91,12 +102,13 @@ def append_paged_kv_cache(
         One row per new token, with any row stride (columns of a wider matrix).  Values may have
         another head size than keys if the cache is a pair.
     batch_indices : array of int32, shape (nnz,)
-        Request of each row; see `get_batch_indices_positions`.
+        Request of each row; see `get_batch_indices_positions`.  -1 is padding, which is skipped.
     positions : array of int32, shape (nnz,)
         Position of each row in its sequence; unique within a request.
     paged_kv_cache : pair of arrays, or one array
         Keys and values, (pages, page_size, G, row) each for ``"NHD"`` or (pages, G, page_size, row)
-        for ``"HND"``; or both in one 5-D array (pages, 2, ...).  A row is D floats, or for a
+        for ``"HND"``; or both in one 5-D array (pages, 2, ...).  A pair of arrays (pages, G, row)
+        has pages of one token.  A row is D floats, or for a
         quantized cache ``kv_format(name).row_length(D)`` bytes (uint8).
     kv_indices : array of int32, shape (n_pages,)
         Page numbers of all requests.
@@ -153,7 +165,7 @@ def append_paged_kv_cache(
     )
     page_size = k.shape[1 if kv_layout == "NHD" else 2]
     tables = (kv_indices, kv_indptr, kv_last_page_len)
-    _check_tables(batch_indices, positions, T, tables, page_size, k.shape[0])
+    check_tables(batch_indices, positions, T, tables, page_size, k.shape[0])
     _check_rotation(cos_sin, interleave, append_key, positions)
     variant = cuda if is_cuda(append_key) else cpu
     variant.append_paged_kv_cache(
@@ -220,7 +232,7 @@ def append_paged_mla_kv_cache(
     format = check_mla_cache(ckv_cache, kpe_cache, None, sizes, kv_format)
     n_pages, page_size = ckv_cache.shape[:2]
     tables = (kv_indices, kv_indptr, kv_last_page_len)
-    _check_tables(batch_indices, positions, T, tables, page_size, n_pages)
+    check_tables(batch_indices, positions, T, tables, page_size, n_pages)
     variant = cuda if is_cuda(append_ckv) else cpu
     variant.append_paged_kv_cache(  # one head, whose key and value sizes differ
         append_ckv[:, None], append_kpe[:, None], batch_indices, positions, ckv_cache[:, :, None],
@@ -348,20 +360,21 @@ def get_batch_indices_positions(
     seq_lens : array of int32, shape (B,)
         Length of each sequence including the new rows; see `get_seq_lens`.
     nnz : int
-        Number of new rows, ``append_indptr[-1]``.
+        Number of new rows, ``append_indptr[-1]``, or more: rows of padding follow.
     batch_indices, positions : arrays of int32, shape (nnz,), optional
         Destination of the results.
 
     Returns
     -------
     batch_indices, positions : arrays of int32, shape (nnz,)
-        The arrays given, or new ones.  The new rows of a request take its last positions.
+        The arrays given, or new ones.  The new rows of a request take its last positions.  Rows of
+        padding have the request -1 and position 0.
 
     Raises
     ------
     UsageError, TypeError
-        If `nnz` is wrong, or a sequence is shorter than its new rows, or if an argument is not an
-        int32 array.
+        If `nnz` is too small, or a sequence is shorter than its new rows, or if an argument is not
+        an int32 array.
 
     Examples
     --------
@@ -373,7 +386,10 @@ def get_batch_indices_positions(
     """
     given = append_indptr
     append_indptr, seq_lens = on_host(append_indptr), on_host(seq_lens)
-    check_indptr("append_indptr", append_indptr, end=("nnz", nnz))
+    check_indptr("append_indptr", append_indptr)
+    n_rows = int(append_indptr[-1])
+    if nnz < n_rows:
+        raise UsageError(f"nnz must be at least append_indptr[-1] = {n_rows}, got {nnz}")
     check_array("seq_lens", seq_lens, (len(append_indptr) - 1,), np.int32)
     counts = append_indptr[1:] - append_indptr[:-1]
     if (counts > seq_lens).any():
@@ -384,7 +400,11 @@ def get_batch_indices_positions(
         )
     requests = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     start = (seq_lens - append_indptr[1:])[requests]  # position minus row number
-    found = {"batch_indices": requests, "positions": start + np.arange(nnz, dtype=np.int32)}
+    found = {"batch_indices": requests, "positions": start + np.arange(n_rows, dtype=np.int32)}
+    if nnz > n_rows:
+        for name, padding in (("batch_indices", -1), ("positions", 0)):
+            rest = np.full(nnz - n_rows, padding, np.int32)
+            found[name] = np.concatenate([found[name], rest])
     wanted = {"batch_indices": batch_indices, "positions": positions}
     check_together(append_indptr=given, **wanted)
     for name, out in wanted.items():
@@ -429,35 +449,4 @@ def _check_rotation(cos_sin: Any, interleave: bool, key: Any, positions: Any) ->
     if not is_cuda(positions) and len(positions) and positions.max() >= n_positions:
         raise UsageError(
             f"cos_sin must have a row for position {positions.max()}, got {n_positions} rows"
-        )
-
-
-def _check_tables(
-    batch_indices: Any,
-    positions: Any,
-    T: int,
-    tables: tuple[Any, Any, Any],
-    page_size: int,
-    n_pages: int,
-) -> None:
-    """Raise unless the page table is valid and covers the rows."""
-    kv_indices, kv_indptr, kv_last_page_len = tables
-    check_array("batch_indices", batch_indices, (T,), np.int32)
-    check_array("positions", positions, (T,), np.int32)
-    if any(is_cuda(table) for table in (batch_indices, positions, *tables)):
-        # values on a device are not read
-        check_array("kv_indptr", kv_indptr, (None,), np.int32)
-        check_array("kv_indices", kv_indices, (None,), np.int32)
-        check_array("kv_last_page_len", kv_last_page_len, (len(kv_indptr) - 1,), np.int32)
-        return
-    check_page_table(kv_indptr, kv_indices, kv_last_page_len, page_size)
-    check_range(PAGE_NUMBERS, kv_indices[: kv_indptr[-1]], n_pages)
-    lens = count_tokens(kv_indptr, kv_last_page_len, page_size)
-    check_range("batch_indices must name requests {}", batch_indices, len(lens))
-    wrong = (positions < 0) | (positions >= lens[batch_indices])
-    if wrong.any():
-        row = int(np.flatnonzero(wrong)[0])
-        raise UsageError(
-            f"positions[{row}] must be below the length of its sequence, "
-            f"{lens[batch_indices[row]]} by the page table, got {positions[row]}"
         )

@@ -205,6 +205,73 @@ def _gather(
     )  # fmt: skip
 
 
+def _rotated_float8(
+    name: str, H: int, G: int, d: int, n: int, *, kv_layout: str = "NHD", **options: Any
+) -> OpCase:
+    """Return a case of RoPE, float8 and append; 0 key heads are latent attention."""
+    format, page_size = options.get("quantize_dtype", "f8_e4m3"), 4
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        indptr, indices, _ = page_table(rng, [9, 2], page_size)
+        q, k = (rng.standard_normal((6, h, d + n)).astype(np.float32) for h in (H, max(G, 1)))
+        value = rng.standard_normal((6, max(G, 1), d + n)).astype(np.float32)
+        inner = (page_size, G) if kv_layout == "NHD" else (G, page_size)
+        if not G:
+            k, inner = k[:, 0], (page_size,)
+        sizes = (d + n, d + n) if G else (n, d)
+        caches = tuple(_pages(rng, len(indices), inner, format, size) for size in sizes)
+        return {
+            "q_rope": q[..., :d], "k_rope": k[..., :d],
+            "q_nope": q[..., d:] if n else None, "k_nope": k[..., d:] if n else None,
+            "v": value if G else None, "cos_sin_cache": rope_cos_sin_cache(30, d, theta=1e4),
+            "pos_ids": np.array([3, 0, 29, 7, 7, 1], np.int32), "paged_kv_cache": caches,
+            "kv_indices": indices, "kv_indptr": indptr,
+            "batch_indices": np.array([0, 0, 1, 0, 1, -1], np.int32),
+            "positions": np.array([4, 11, 0, 8, 1, 0], np.int32), "page_size": page_size,
+            "kv_layout": kv_layout, **options,
+        }  # fmt: skip
+
+    return exact_case(
+        "rope_quantize_fp8_append_paged_kv_cache", name, inputs,
+        "one rounding to float8, and no number of these is next to the middle of two",
+        mutates=("paged_kv_cache",),
+    )  # fmt: skip
+
+
+def _nvfp4(name: str, G: int, sizes: tuple[int, int], **options: Any) -> OpCase:
+    """Return a case of an NVFP4 append, to slots if `slots` are given."""
+    page_size, slots = 4, options.pop("slots", None)
+    layout, joined = options.pop("kv_layout", "NHD"), options.pop("joined", False)
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        indptr, indices, last = page_table(rng, [9, 2], page_size)
+        inner = (page_size, G) if layout == "NHD" else (G, page_size)
+        magnitudes = 10.0 ** rng.integers(-5, 4, (6, G, 1))  # some scales become 0, some saturate
+        key, value = ((rng.standard_normal((6, G, D)) * magnitudes).astype("f4") for D in sizes)
+        codes, scales = (
+            tuple(np.full((len(indices), *inner, D // n), 0xA5, np.uint8) for D in sizes)
+            for n in (2, 16)
+        )
+        if joined:
+            codes, scales = np.stack(codes, 1), np.stack(scales, 1)
+        rows = {"slot_mapping": np.array(slots, np.int32)} if slots else {
+            "batch_indices": np.array([0, 0, 1, 0, 1, -1], np.int32),
+            "positions": np.array([4, 8, 0, 7, 1, 0], np.int32),
+            "kv_indices": indices, "kv_indptr": indptr, "kv_last_page_len": last,
+        }  # fmt: skip
+        return {
+            "append_key": key, "append_value": value, **rows, "paged_kv_cache": codes,
+            "kv_cache_sf": scales, "kv_layout": layout, "k_scale": 1.0, "v_scale": 1.0, **options,
+        }  # fmt: skip
+
+    op = "nvfp4_quantize_append_paged_kv_cache" + ("_with_slot_mapping" if slots else "")
+    return exact_case(
+        op, name, inputs,
+        "two roundings, of scales and of codes, and no number of these is next to a middle",
+        mutates=("paged_kv_cache", "kv_cache_sf"),
+    )  # fmt: skip
+
+
 BLOCK_FORMATS = [name for name, kind in KINDS.items() if kind >= FIRST_BLOCK_KIND]
 
 HALF_HEADS_FIRST: dict[str, Any] = {"format": "f16", "kv_layout": "HND"}
@@ -233,6 +300,12 @@ CASES = [
     _mla("slices_of_one_array", "f32", 48, 16),
     _mla("half", "f16", 33, 7),
     _mla("q8_0", "q8_0", 64, 20),
+    _rotated_float8("heads", 4, 2, 16, 20, quant_scale_q=0.3),
+    _rotated_float8("all_columns_heads_first", 2, 2, 32, 0, kv_layout="HND", quant_scale_kv=100.0),
+    _rotated_float8("latent", 3, 0, 16, 50, is_neox=False, quantize_dtype="f8_e5m2"),
+    _nvfp4("pages", 3, (48, 48), k_scale=0.02, v_scale=3.0),
+    _nvfp4("one_array_heads_first", 2, (64, 64), kv_layout="HND", joined=True),
+    _nvfp4("slots", 2, (32, 16), slots=[3, -1, 15, 16, 0, 900]),
     _gather("float", [5, 0, 9], 2, 20, 4),
     _gather("half_heads_first", [5, 1], 3, 36, 4, format="f16", kv_layout="HND"),
     _gather("bfloat16_one_array", [5, 1], 3, 36, 4, format="bf16", joined=True),
@@ -265,6 +338,16 @@ CASES = [
             "append_indptr": np.array([0, 3, 3, 4], np.int32),
             "seq_lens": np.array([3, 7, 20], np.int32),
             "nnz": 4,
+        },
+        "integers",
+    ),
+    exact_case(
+        "get_batch_indices_positions",
+        "padding",
+        lambda rng: {
+            "append_indptr": np.array([0, 1, 2], np.int32),
+            "seq_lens": np.array([3, 7], np.int32),
+            "nnz": 5,
         },
         "integers",
     ),

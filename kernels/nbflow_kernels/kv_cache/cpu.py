@@ -123,6 +123,8 @@ def _append_rows(
     scratch = np.empty(D, np.float32)
     turned = simd.address(scratch)
     for row in range(start, stop):
+        if batch_indices[row] < 0:
+            continue  # padding
         position = np.int64(positions[row])
         page = np.int64(kv_indices[kv_indptr[batch_indices[row]] + position // page_size])
         slot = position % page_size

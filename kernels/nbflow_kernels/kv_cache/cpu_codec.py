@@ -2,7 +2,7 @@
 
 A cache row is the key or the value of one token and head, D numbers: D floats, or ``ceil(D /
 block)`` blocks with the last one padded by copies of the last number, or D float8 codes
-(`cpu_float8.py`).  Blocks have the bytes of ``nk.quantize(row, format, quantizer="reference")``.
+(`cpu/float8.py`).  Blocks have the bytes of ``nk.quantize(row, format, quantizer="reference")``.
 
 `KINDS` numbers the formats.  Kernels take the number at run time and read the fields of a block
 from `LAYOUTS`, which is derived from the formats' field tables: one compilation serves all formats.
@@ -17,6 +17,7 @@ from typing import TypeGuard
 import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.float8 import decode_float8_row, encode_float8_row
 from nbflow_kernels.cpu.simd_int8 import store_narrow
 from nbflow_kernels.cpu.simd_memory import (
     load_first,
@@ -59,12 +60,11 @@ from nbflow_kernels.formats.affine_format import (
     AffineFormat,
 )
 from nbflow_kernels.formats.bit_fields import reciprocal
+from nbflow_kernels.formats.float8 import FLOAT8
 from nbflow_kernels.formats.registry import QuantFormat
 from nbflow_kernels.kv_cache.codebooks import BLOCK_SIZE as CODEBOOK_BLOCK
 from nbflow_kernels.kv_cache.codebooks import CODEBOOKS, SCALE_BYTES, Codebook
 from nbflow_kernels.kv_cache.cpu_codebook import codebook_codes, levels_of
-from nbflow_kernels.kv_cache.cpu_float8 import decode_float8_row, encode_float8_row
-from nbflow_kernels.kv_cache.float8 import FLOAT8
 
 F32, F16, BF16 = 0, 1, 2
 FIRST_BLOCK_KIND = 3
@@ -359,7 +359,8 @@ def encode_row(kind, source, n, target):
         return
     if kind >= FIRST_FLOAT8_KIND:
         mantissa, bias = LAYOUTS[kind, LOW_BITS], LAYOUTS[kind, ZERO]
-        encode_float8_row(mantissa, bias, LAYOUTS[kind, N_CODES], source, n, target)
+        largest = LAYOUTS[kind, N_CODES]
+        encode_float8_row(mantissa, bias, largest, source, n, np.float32(1), target)
         return
     block, block_bytes = LAYOUTS[kind, BLOCK], LAYOUTS[kind, BLOCK_BYTES]
     at = target

@@ -3,6 +3,7 @@
 // Compiled per format: `Format` is the format's row of LAYOUTS in `cpu_codec.py`, which stores the same bytes.
 // __fadd_rn and __fmul_rn keep the compiler from fusing where an fma would change a stored byte.
 #pragma once
+#include "cuda/float8.cuh"
 #include "cuda/types.cuh"
 
 enum Kind { F32, F16, BF16, FIRST_BLOCK_KIND };
@@ -60,27 +61,10 @@ DEV void store_float(u8* at, float x, int kind) {
 // ---- float8: mantissa bits, exponent bias and largest code are LOW_BITS, ZERO and N_CODES -------
 
 template <class F>
-DEV float float8_value(u32 code) {
-    const u32 size = code & 127, unit = (127 - F::ZERO) << 23;
-    const u32 special = (size + (F::LOW_BITS == 3 ? 1 : 4)) >> 7;  // NaN; infinity in e5m2
-    float x = __uint_as_float((size << (23 - F::LOW_BITS)) + (special + 1) * unit);
-    if (size < 1u << F::LOW_BITS)
-        x = __fmul_rn((float)size, __uint_as_float((128 - F::ZERO - F::LOW_BITS) << 23));
-    return code > 127 ? -x : x;
-}
+DEV float float8_value(u32 code) { return float8_value<F::LOW_BITS, F::ZERO>(code); }
 
-// Round to nearest even; beyond the largest number: the largest number; NaN stays NaN.
 template <class F>
-DEV u8 float8_code(float x) {
-    constexpr u32 LEAST = 128 - F::ZERO;  // exponent field of the smallest normal number
-    const u32 bits = __float_as_uint(x), size = bits & 0x7fffffff, sign = bits >> 24 & 128;
-    if (size > 0x7f800000) return sign | 127;
-    const u32 field = size >> 23, exponent = max(field, LEAST);
-    const u32 digits = (size & 0x7fffff) | (field ? 0x800000 : 0);
-    const u32 shift = min(23 - F::LOW_BITS + exponent - max(field, 1u), 30u);
-    const u32 count = (digits + (1u << (shift - 1)) - 1 + (digits >> shift & 1)) >> shift;
-    return sign | min(((exponent - LEAST) << F::LOW_BITS) + count, (u32)F::N_CODES);
-}
+DEV u8 float8_code(float x) { return float8_code<F::LOW_BITS, F::ZERO, F::N_CODES>(x); }
 
 // ---- codebooks of 2, 3 or 4 bits: `codebooks.py`
 

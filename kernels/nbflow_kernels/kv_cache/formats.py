@@ -10,8 +10,8 @@ import numpy as np
 from nbflow_kernels.arrays import is_cuda
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.formats import FORMATS
+from nbflow_kernels.formats.float8 import FLOAT8_NAMES
 from nbflow_kernels.kv_cache.cpu_codec import BLOCK, BLOCK_BYTES, FIRST_BLOCK_KIND, KINDS, LAYOUTS
-from nbflow_kernels.kv_cache.float8 import FLOAT8_NAMES
 
 _DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 _FLOAT_NAMES = {

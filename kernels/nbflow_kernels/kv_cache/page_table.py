@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, check_indptr
+from nbflow_kernels.arrays import check_array, check_indptr, check_range, is_cuda, on_host
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.kv_cache.formats import KVFormat, format_of, formats_of
 
@@ -80,20 +80,27 @@ def strides(cache: Any, kv_layout: str) -> tuple[int, int, int]:
     return (page, first, second) if kv_layout == "NHD" else (page, second, first)
 
 
-def split_cache(paged_kv_cache: Any) -> tuple[Any, Any]:
+def split_cache(paged_kv_cache: Any, name: str = "paged_kv_cache") -> tuple[Any, Any]:
     """Return the key and the value cache of a tuple or of one 5-D array."""
     if isinstance(paged_kv_cache, tuple):
         if len(paged_kv_cache) != 2:
             raise UsageError(
-                f"paged_kv_cache must be a pair (keys, values), got {len(paged_kv_cache)} arrays"
+                f"{name} must be a pair (keys, values), got {len(paged_kv_cache)} arrays"
             )
         return paged_kv_cache
     if getattr(paged_kv_cache, "ndim", 0) != 5 or paged_kv_cache.shape[1] != 2:
         raise UsageError(
-            "paged_kv_cache must be a pair of 4-D arrays or one 5-D array (pages, 2, ...), got "
+            f"{name} must be a pair of 4-D arrays or one 5-D array (pages, 2, ...), got "
             f"{getattr(paged_kv_cache, 'shape', type(paged_kv_cache).__name__)}"
         )
     return paged_kv_cache[:, 0], paged_kv_cache[:, 1]
+
+
+def one_token_pages(array: Any, kv_layout: str) -> Any:
+    """Return rows (pages, G, row) as pages of one token; other arrays as they are."""
+    if getattr(array, "ndim", 4) != 3:
+        return array
+    return array[:, None] if kv_layout == "NHD" else array[:, :, None]
 
 
 def check_cache(
@@ -108,15 +115,21 @@ def check_cache(
 ) -> tuple[Any, Any]:
     """Return the checked key and value caches: same pages, tokens and heads, contiguous rows.
 
-    `D` is the head size, `D_value` that of values if different.
+    `D` is the head size, `D_value` that of values if different.  Arrays of a pair may have three
+    axes, for pages of one token.
     """
     k, v = split_cache(paged_kv_cache)
+    if page_size in (None, 1) and isinstance(paged_kv_cache, tuple):
+        k, v = (one_token_pages(array, kv_layout) for array in (k, v))
     formats = formats_of(k, v, kv_format)
     sizes = (D, D if D_value is None else D_value)
     for name, array, format, size in zip(("keys", "values"), (k, v), formats, sizes, strict=True):
         row = format.row_length(size)
         shape = (None, page_size, G, row) if kv_layout == "NHD" else (None, G, page_size, row)
-        check_array(f"paged_kv_cache ({name})", array, shape, array.dtype, rows=True)
+        free = not is_cuda(array)  # kernels of devices copy rows of pages at a time
+        check_array(
+            f"paged_kv_cache ({name})", array, shape, array.dtype, rows=True, any_stride=free
+        )
     if k.shape[:-1] != v.shape[:-1]:
         raise UsageError(
             f"paged_kv_cache: keys and values must have the same pages, got {k.shape} and {v.shape}"
@@ -155,3 +168,44 @@ def check_mla_cache(
             f"{ckv_cache.shape[:2]} and {kpe_cache.shape[:2]}"
         )
     return format
+
+
+def check_tables(
+    batch_indices: Any,
+    positions: Any,
+    T: int,
+    tables: tuple[Any, Any, Any],
+    page_size: int,
+    n_pages: int,
+) -> None:
+    """Raise unless the page table is valid and covers the rows."""
+    kv_indices, kv_indptr, kv_last_page_len = tables
+    check_array("batch_indices", batch_indices, (T,), np.int32)
+    check_array("positions", positions, (T,), np.int32)
+    if any(is_cuda(table) for table in (batch_indices, positions, *tables)):
+        # values on a device are not read
+        check_array("kv_indptr", kv_indptr, (None,), np.int32)
+        check_array("kv_indices", kv_indices, (None,), np.int32)
+        check_array("kv_last_page_len", kv_last_page_len, (len(kv_indptr) - 1,), np.int32)
+        return
+    check_page_table(kv_indptr, kv_indices, kv_last_page_len, page_size)
+    check_range(PAGE_NUMBERS, kv_indices[: kv_indptr[-1]], n_pages)
+    lens = count_tokens(kv_indptr, kv_last_page_len, page_size)
+    if (batch_indices < -1).any():
+        raise UsageError(f"batch_indices must be -1 for padding, got {batch_indices.min()}")
+    used = batch_indices >= 0
+    check_range("batch_indices must name requests {}", batch_indices[used], len(lens))
+    lens = np.append(lens, np.int32(0))  # of request -1
+    wrong = used & ((positions < 0) | (positions >= lens[batch_indices]))
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise UsageError(
+            f"positions[{row}] must be below the length of its sequence, "
+            f"{lens[batch_indices[row]]} by the page table, got {positions[row]}"
+        )
+
+
+def full_pages(kv_indptr: Any, page_size: int) -> np.ndarray:
+    """Return the last page lengths of requests that may write to all slots of their pages."""
+    counts = np.diff(on_host(kv_indptr))
+    return np.where(counts > 0, page_size, 0).astype(np.int32)

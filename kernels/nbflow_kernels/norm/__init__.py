@@ -15,11 +15,18 @@ from numpy.typing import NDArray
 from nbflow_kernels.arrays import check_array, is_cuda, output
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.norm import cpu, cuda
+from nbflow_kernels.norm.arguments import check_columns, check_vectors
+from nbflow_kernels.norm.float8_results import (
+    fused_add_rmsnorm_quant,
+    layernorm_quant,
+    rmsnorm_quant,
+)
 from nbflow_kernels.norm.gated import gated_rmsnorm
 
 __all__ = [
-    "fused_add_layernorm", "fused_add_rmsnorm", "gated_rmsnorm", "gemma_fused_add_rmsnorm",
-    "gemma_rmsnorm", "l2norm", "layernorm", "linear_norm", "rmsnorm",
+    "fused_add_layernorm", "fused_add_rmsnorm", "fused_add_rmsnorm_quant", "gated_rmsnorm",
+    "gemma_fused_add_rmsnorm", "gemma_rmsnorm", "l2norm", "layernorm", "layernorm_quant",
+    "linear_norm", "rmsnorm", "rmsnorm_quant",
 ]  # fmt: skip
 
 
@@ -86,8 +93,8 @@ def rmsnorm(
     >>> rmsnorm(np.array([[3.0, 4.0]], np.float32), np.ones(2, np.float32), eps=0.0).round(3)
     array([[0.849, 1.131]], dtype=float32)
     """
-    _check_vectors("x", x)
-    _check_columns("weight", weight, x)
+    check_vectors("x", x)
+    check_columns("weight", weight, x)
     if weight is None and offset != 0.0:
         raise UsageError(f"offset is added to the weight; without one it must be 0, got {offset}")
     out = output(x, x.shape, out, rows=True)
@@ -165,9 +172,9 @@ def layernorm(
     >>> layernorm(np.array([[1.0, 3.0]], np.float32), np.ones(2, np.float32), eps=0.0)
     array([[-1.,  1.]], dtype=float32)
     """
-    _check_vectors("x", x)
-    _check_columns("weight", weight, x)
-    _check_columns("bias", bias, x)
+    check_vectors("x", x)
+    check_columns("weight", weight, x)
+    check_columns("bias", bias, x)
     out = output(x, x.shape, out, rows=True)
     _variant(x).layernorm(x, weight, bias, float(eps), out)
     return out
@@ -207,9 +214,9 @@ def fused_add_rmsnorm(
     >>> x.round(3)
     array([[0.849, 1.131]], dtype=float32)
     """
-    _check_vectors("x", x)
+    check_vectors("x", x)
     check_array("residual", residual, x.shape, rows=True)
-    _check_columns("weight", weight, x)
+    check_columns("weight", weight, x)
     _variant(x).rmsnorm(x, weight, float(eps), float(offset), x, residual=residual)
 
 
@@ -275,10 +282,10 @@ def fused_add_layernorm(
     >>> x
     array([[-1.,  1.]], dtype=float32)
     """
-    _check_vectors("x", x)
+    check_vectors("x", x)
     check_array("residual", residual, x.shape, rows=True)
-    _check_columns("weight", weight, x)
-    _check_columns("bias", bias, x)
+    check_columns("weight", weight, x)
+    check_columns("bias", bias, x)
     _variant(x).layernorm(x, weight, bias, float(eps), x, residual=residual)
 
 
@@ -311,7 +318,7 @@ def l2norm(
     >>> l2norm(np.array([[3.0, 4.0]], np.float32), eps=0.0)
     array([[0.6, 0.8]], dtype=float32)
     """
-    _check_vectors("x", x)
+    check_vectors("x", x)
     out = output(x, x.shape, out, rows=True)
     _variant(x).rmsnorm(x, None, float(eps), 0.0, out, divisor=1.0)
     return out
@@ -350,7 +357,7 @@ def linear_norm(
     >>> linear_norm(np.array([[1.0, 2.0, 3.0, 4.0]], np.float32))
     array([[2., 4., 6., 8.]], dtype=float32)
     """
-    _check_vectors("x", x)
+    check_vectors("x", x)
     out = output(x, x.shape, out, rows=True)
     factor = math.sqrt(x.shape[-1]) if scale is None else float(scale)
     _variant(x).linear_norm(x, factor, out)
@@ -359,15 +366,3 @@ def linear_norm(
 
 def _variant(x):
     return cuda if is_cuda(x) else cpu
-
-
-def _check_vectors(name: str, x: Any) -> None:
-    """Raise unless `x` is (T, E) or (T, H, E)."""
-    check_array(name, x, (None,) * (3 if getattr(x, "ndim", 2) == 3 else 2), rows=True)
-
-
-def _check_columns(name: str, weight: Any, x: Any) -> None:
-    """Raise unless `weight` is None or has one number per column, or per head and column."""
-    if weight is not None:
-        per_head = x.ndim == 3 and getattr(weight, "ndim", 1) == 2
-        check_array(name, weight, x.shape[1:] if per_head else x.shape[-1:])

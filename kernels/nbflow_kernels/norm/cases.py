@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.formats.float8 import FLOAT8, decode_float8, float8_values
 from nbflow_kernels.op_case import OpCase
 
 _HALF_UNIT = 2.0**-24  # rounding of one float32 operation, relative
@@ -127,6 +128,25 @@ def _gated_case(
     )  # fmt: skip
 
 
+def _float8_case(op: str, name: str, *shape: int, out_format: str, scale: float) -> OpCase:
+    """Return a case with float8 results, compared as numbers."""
+    mantissa = FLOAT8[out_format].mantissa
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        given = _inputs(op, shape, shape[-1:], {"eps": 1e-6})(rng)
+        out = np.full((*shape[:-1], shape[-1] + 3), 0xFF, np.uint8)[..., : shape[-1]]
+        out = out if len(shape) == 2 else np.full(shape, 0xFF, np.uint8)
+        return given | {"out": out, "scale": scale, "out_format": out_format}
+
+    return OpCase(
+        op, name, inputs, 2.0**-mantissa, float(float8_values(out_format)[1]),
+        "next to a middle of two float8 numbers, either: a step of 2**-mantissa, or the smallest",
+        mutates=("out", *(("residual",) if "fused" in op else ())),
+        decoded={"out": lambda codes: decode_float8(codes, out_format)},
+        n_bytes=math.prod(shape) * (13 if "fused" in op else 5),
+    )  # fmt: skip
+
+
 CASES: list[OpCase] = [
     _case("rmsnorm", "small", 3, 8, eps=1e-5),
     _case("rmsnorm", "one_column", 2, 1, eps=1e-5),
@@ -165,6 +185,13 @@ CASES: list[OpCase] = [
     _case("l2norm", "heads", 3, 4, 80, eps=1e-6),
     _case("linear_norm", "root_of_the_size", 3, 77),
     _case("linear_norm", "given_scale", 2, 3, 16, scale=12.0),
+    _float8_case("rmsnorm_quant", "ragged", 5, 77, out_format="f8_e4m3", scale=0.01),
+    _float8_case("rmsnorm_quant", "heads", 3, 2, 80, out_format="f8_e5m2", scale=1.0),
+    _float8_case("rmsnorm_quant", "no_rows", 0, 64, out_format="f8_e4m3", scale=1.0),
+    _float8_case("fused_add_rmsnorm_quant", "ragged", 5, 77, out_format="f8_e5m2", scale=10.0),
+    _float8_case("fused_add_rmsnorm_quant", "one_row", 1, 288, out_format="f8_e4m3", scale=0.01),
+    _float8_case("layernorm_quant", "ragged", 5, 77, out_format="f8_e4m3", scale=10.0),
+    _float8_case("layernorm_quant", "one_row", 1, 288, out_format="f8_e5m2", scale=1.0),
     _gated_case("one_group", 5, 77, 77),
     _gated_case("groups_gate_first", 3, 90, 30, gate_first=True),
     _gated_case("shared_weight", 2, 128, 32, shared=True),

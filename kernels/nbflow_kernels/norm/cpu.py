@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.float8 import encode_float8_row
 from nbflow_kernels.cpu.parallel_for import hold, not_capturable, parallel_for
 from nbflow_kernels.cpu.simd_memory import address_of, load_first, read_f32, store_first
 
@@ -20,26 +21,27 @@ _COST = 2  # multiply-adds per element, for the decision to use more than one th
 _ONES, _ZEROS = np.ones(16, np.float32), np.zeros(16, np.float32)
 
 
-def rmsnorm(x, weight, eps, offset, out, *, residual=None, divisor=None):
+def rmsnorm(x, weight, eps, offset, out, *, residual=None, divisor=None, codec=None):
     """See `nbflow_kernels.rmsnorm`, and `fused_add_rmsnorm` with a residual.
 
-    `divisor` turns the sum of squares into their mean; 1 makes `l2norm`.
+    `divisor` turns the sum of squares into their mean; 1 makes `l2norm`.  With a `codec`
+    (`Float8Codec`), `out` has float8 codes.
     """
     hold(x, residual, weight, out)
     parallel_for(
-        _rmsnorm, x.shape[0], x.size * _COST,
+        _rmsnorm if codec is None else _rmsnorm_float8, x.shape[0], x.size * _COST,
         *_rows(x), *_rows(residual), *_columns(weight, _ONES), *_rows(out), *_heads(x),
-        float(divisor or x.shape[-1]), eps, offset,
+        float(divisor or x.shape[-1]), eps, offset, *_codec(codec),
     )  # fmt: skip
 
 
-def layernorm(x, weight, bias, eps, out, *, residual=None):
+def layernorm(x, weight, bias, eps, out, *, residual=None, codec=None):
     """See `nbflow_kernels.layernorm`, and `fused_add_layernorm` with a residual."""
     hold(x, residual, weight, bias, out)
     parallel_for(
-        _layernorm, x.shape[0], x.size * _COST,
+        _layernorm if codec is None else _layernorm_float8, x.shape[0], x.size * _COST,
         *_rows(x), *_rows(residual), *_columns(weight, _ONES), *_columns(bias, _ZEROS),
-        *_rows(out), *_heads(x), eps,
+        *_rows(out), *_heads(x), eps, *_codec(codec),
     )  # fmt: skip
 
 
@@ -59,6 +61,13 @@ def _columns(x: NDArray[np.float32] | None, default: NDArray[np.float32]) -> tup
     if x is None:
         return address_of(default), 0, 0
     return address_of(x), x.strides[0] if x.ndim == 2 else 0, 4
+
+
+def _codec(codec):
+    """Return the arguments of a kernel that writes float8: fields, and the factor of results."""
+    if codec is None:
+        return ()
+    return ((*codec.type, np.float32(codec.factor)),)
 
 
 def _heads(x: NDArray[np.float32]) -> tuple[int, int]:
@@ -179,3 +188,38 @@ def _layernorm(
                 f = load_first(w + body * weight_bytes, rest, 0.0)
                 v = simd.fma(v, f, load_first(b + body * bias_bytes, rest, 0.0))
                 store_first(y + body * 4, rest, v)
+
+
+@jit.kernel
+def _rmsnorm_float8(
+    x, x_bytes, residual, residual_bytes, weight, weight_head_bytes, weight_bytes, out, out_bytes,
+    H, E, divisor, eps, offset, codec, start, stop
+):  # fmt: skip
+    """Encode rows [start, stop) of `_rmsnorm` in float8."""
+    mantissa, bias, largest, factor = codec
+    normed = np.empty(H * E, np.float32)
+    row = simd.address(normed)
+    for t in range(start, stop):
+        _rmsnorm(
+            x + t * x_bytes, x_bytes, residual + t * residual_bytes, residual_bytes, weight,
+            weight_head_bytes, weight_bytes, row, 0, H, E, divisor, eps, offset, 0, 1,
+        )  # fmt: skip
+        encode_float8_row(mantissa, bias, largest, row, H * E, factor, out + t * out_bytes)
+
+
+@jit.kernel
+def _layernorm_float8(
+    x, x_bytes, residual, residual_bytes, weight, weight_head_bytes, weight_bytes, bias,
+    bias_head_bytes, bias_bytes, out, out_bytes, H, E, eps, codec, start, stop
+):  # fmt: skip
+    """Encode rows [start, stop) of `_layernorm` in float8."""
+    mantissa, exponent_bias, largest, factor = codec
+    normed = np.empty(H * E, np.float32)
+    row = simd.address(normed)
+    for t in range(start, stop):
+        _layernorm(
+            x + t * x_bytes, x_bytes, residual + t * residual_bytes, residual_bytes, weight,
+            weight_head_bytes, weight_bytes, bias, bias_head_bytes, bias_bytes, row, 0, H, E, eps,
+            0, 1,
+        )  # fmt: skip
+        encode_float8_row(mantissa, exponent_bias, largest, row, H * E, factor, out + t * out_bytes)

@@ -6,19 +6,22 @@ import functools
 from typing import Any
 
 from nbflow_kernels import cuda
+from nbflow_kernels.formats.float8 import Float8
 
 _WARP_VECTORS = 8  # vectors per thread block where a warp normalizes a vector
 
 
 @functools.cache
-def _instance(function: str, threads: int, n: int, wide: bool) -> cuda.Kernel:
+def _instance(function: str, threads: int, n: int, wide: bool, type: Float8 | None) -> cuda.Kernel:
     bias, bias_row, scalars = "", "", "f32 divisor, f32 eps, f32 offset"
     if function == "layer":
         bias, bias_row, scalars = "f32*? bias, ", "i32 bias_row, ", "f32 eps"
+    result = "Float32" if type is None else f"Float8<{', '.join(map(str, type))}>"
     return cuda.cpp_kernel(
-        __file__, "norm.cu", f"{function}<{threads}, {n}, {str(wide).lower()}>",
-        f"f32* x, f32*? residual, f32*? weight, {bias}f32* out, i32 n_vectors, i32 H, i32 E, "
-        f"i64 x_row, i64 residual_row, i64 out_row, i32 weight_row, {bias_row}{scalars}",
+        __file__, "norm.cu", f"{function}<{threads}, {n}, {str(wide).lower()}, {result}>",
+        f"f32* x, f32*? residual, f32*? weight, {bias}{'f32' if type is None else 'u8'}* out, "
+        "i32 n_vectors, i32 H, i32 E, i64 x_row, i64 residual_row, i64 out_row, i32 weight_row, "
+        f"{bias_row}f32 out_factor, {scalars}",
     )  # fmt: skip
 
 
@@ -28,14 +31,15 @@ _linear = cuda.cpp_kernel(
 )  # fmt: skip
 
 
-def rmsnorm(x, weight, eps, offset, out, *, residual=None, divisor=None):
+def rmsnorm(x, weight, eps, offset, out, *, residual=None, divisor=None, codec=None):
     """As `nbflow_kernels.norm.cpu.rmsnorm`."""
-    _launch("rms", x, residual, (weight,), out, float(divisor or x.shape[-1]), eps, offset)
+    divisor = float(divisor or x.shape[-1])
+    _launch("rms", x, residual, (weight,), out, codec, divisor, eps, offset)
 
 
-def layernorm(x, weight, bias, eps, out, *, residual=None):
+def layernorm(x, weight, bias, eps, out, *, residual=None, codec=None):
     """As `nbflow_kernels.norm.cpu.layernorm`."""
-    _launch("layer", x, residual, (weight, bias), out, eps)
+    _launch("layer", x, residual, (weight, bias), out, codec, eps)
 
 
 @functools.cache
@@ -68,7 +72,7 @@ def linear_norm(x: Any, scale: float, out: Any) -> None:
         _linear(min(n, 65535), 256, (x, out, n, H, E, _row(x), _row(out), scale))
 
 
-def _launch(function, x, residual, weights, out, *scalars):
+def _launch(function, x, residual, weights, out, codec, *scalars):
     """Launch a template's instance; `weights` are those of each column, or None."""
     if not x.size:
         return
@@ -77,9 +81,11 @@ def _launch(function, x, residual, weights, out, *scalars):
     wide = _wide(E, x, residual, *weights, out)
     args = (
         x, residual, *weights, out, n, H, E, _row(x), _row(residual), _row(out),
-        *(_columns(weight, E) for weight in weights), *scalars,
+        *(_columns(weight, E) for weight in weights), 1.0 if codec is None else codec.factor,
+        *scalars,
     )  # fmt: skip
-    _instance(function, threads, numbers, wide)(*_grid(n, threads), args)
+    type = None if codec is None else codec.type
+    _instance(function, threads, numbers, wide, type)(*_grid(n, threads), args)
 
 
 def _vectors(x: Any) -> tuple[int, int, int]:

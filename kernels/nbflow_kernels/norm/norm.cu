@@ -1,6 +1,7 @@
 // Normalization: THREADS threads hold a vector in registers, 4 * N numbers each.  It is read once and
 // written once; sums are taken in the order of `normalize.cuh`, which depends on E alone.
 #include "activation/functions.cuh"
+#include "cuda/float8.cuh"
 #include "cuda/vector_load.cuh"
 #include "norm/normalize.cuh"
 
@@ -21,6 +22,33 @@ __device__ inline void load_vector(const float* x, float* residual, int E, float
     store4<WIDE>(residual, 4 * (n * THREADS + threadIdx.x), E, v[n]);
   }
 }
+
+// Elements of the result: float32, or float8 codes of the numbers times `factor`.
+struct Float32 {
+  typedef float Element;
+  template <bool WIDE>
+  __device__ static void store(float* out, int i, int E, float4 y, float) {
+    store4<WIDE>(out, i, E, y);
+  }
+};
+
+template <int MANTISSA, int BIAS, int LARGEST>
+struct Float8 {
+  typedef u8 Element;
+  template <bool WIDE>
+  __device__ static void store(u8* out, int i, int E, float4 y, float factor) {
+    y = scaled(y, factor);
+    const float numbers[4] = {y.x, y.y, y.z, y.w};
+    u8 codes[4];
+    for (int n = 0; n < 4; n++) codes[n] = float8_code<MANTISSA, BIAS, LARGEST>(numbers[n]);
+    if (WIDE) {
+      if (i < E) *(u32*)(out + i) = codes[0] | codes[1] << 8 | codes[2] << 16 | (u32)codes[3] << 24;
+      return;
+    }
+    for (int n = 0; n < 4; n++)
+      if (i + n < E) out[i + n] = codes[n];
+  }
+};
 
 // Sum over a vector whose chunk n * THREADS / 32 + warp has the sum mine[n]; all threads get it.
 template <int THREADS, int N>
@@ -43,10 +71,11 @@ __device__ inline float sum_over(const float* mine, float* scratch) {
 
 // out = v / sqrt(sum of squares / divisor + eps) * (weight + offset), v = x or residual += x.
 // weight has one row, or one for each of the H heads (weight_row = E).
-template <int THREADS, int N, bool WIDE>
-__global__ void rms(const float* x, float* residual, const float* weight, float* out, int n_vectors,
-                    int H, int E, long long x_row, long long residual_row, long long out_row,
-                    int weight_row, float divisor, float eps, float offset) {
+template <int THREADS, int N, bool WIDE, class Out>
+__global__ void rms(const float* x, float* residual, const float* weight,
+                    typename Out::Element* out, int n_vectors, int H, int E, long long x_row,
+                    long long residual_row, long long out_row, int weight_row, float out_factor,
+                    float divisor, float eps, float offset) {
   __shared__ float scratch[N * THREADS / 32];
   int vector = blockIdx.x * blockDim.y + threadIdx.y;
   if (vector >= n_vectors) return;  // whole warps: blockDim.y > 1 only for THREADS == 32
@@ -63,16 +92,16 @@ __global__ void rms(const float* x, float* residual, const float* weight, float*
     int i = 4 * (n * THREADS + threadIdx.x);
     float4 y = scaled(v[n], factor);
     if (weight != nullptr) y = times(y, plus(load4<WIDE>(weight, i, E), shift));
-    store4<WIDE>(out, i, E, y);
+    Out::template store<WIDE>(out, i, E, y, out_factor);
   }
 }
 
 // out = (v - mean) / sqrt(variance + eps) * weight + bias, v = x or residual += x.
-template <int THREADS, int N, bool WIDE>
+template <int THREADS, int N, bool WIDE, class Out>
 __global__ void layer(const float* x, float* residual, const float* weight, const float* bias,
-                      float* out, int n_vectors, int H, int E, long long x_row,
+                      typename Out::Element* out, int n_vectors, int H, int E, long long x_row,
                       long long residual_row, long long out_row, int weight_row, int bias_row,
-                      float eps) {
+                      float out_factor, float eps) {
   __shared__ float scratch[N * THREADS / 32];
   int vector = blockIdx.x * blockDim.y + threadIdx.y;
   if (vector >= n_vectors) return;
@@ -95,7 +124,7 @@ __global__ void layer(const float* x, float* residual, const float* weight, cons
     float4 y = scaled(v[n], factor);
     if (weight != nullptr) y = times(y, load4<WIDE>(weight, i, E));
     if (bias != nullptr) y = plus(y, load4<WIDE>(bias, i, E));
-    store4<WIDE>(out, i, E, y);
+    Out::template store<WIDE>(out, i, E, y, out_factor);
   }
 }
 

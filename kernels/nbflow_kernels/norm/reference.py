@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow_kernels.formats.float8 import encode_float8
+
 
 def rmsnorm(x: Any, weight: Any, *, eps: float = 1e-6, offset: float = 0.0) -> NDArray[np.float64]:
     """See `nbflow_kernels.rmsnorm`."""
@@ -51,6 +53,42 @@ def fused_add_layernorm(
     """See `nbflow_kernels.fused_add_layernorm`."""
     residual += x
     x[...] = layernorm(residual, weight, bias, eps=eps)
+
+
+def rmsnorm_quant(
+    out: Any, x: Any, weight: Any, scale: float, *, eps: float = 1e-6, out_format: str = "f8_e4m3"
+) -> None:
+    """See `nbflow_kernels.rmsnorm_quant`."""
+    out[...] = encode_float8(rmsnorm(x, weight, eps=eps) / scale, out_format)
+
+
+def fused_add_rmsnorm_quant(
+    out: Any,
+    x: Any,
+    residual: Any,
+    weight: Any,
+    scale: float,
+    *,
+    eps: float = 1e-6,
+    out_format: str = "f8_e4m3",
+) -> None:
+    """See `nbflow_kernels.fused_add_rmsnorm_quant`."""
+    residual += x
+    rmsnorm_quant(out, residual, weight, scale, eps=eps, out_format=out_format)
+
+
+def layernorm_quant(
+    out: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    scale: float,
+    *,
+    eps: float = 1e-6,
+    out_format: str = "f8_e4m3",
+) -> None:
+    """See `nbflow_kernels.layernorm_quant`."""
+    out[...] = encode_float8(layernorm(x, weight, bias, eps=eps) / scale, out_format)
 
 
 def l2norm(x: Any, *, eps: float = 1e-6) -> NDArray[np.float64]:

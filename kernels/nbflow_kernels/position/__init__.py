@@ -21,6 +21,7 @@ from nbflow_kernels.position.rope import (
     rope_cos_sin_cache,
     rope_frequencies,
 )
+from nbflow_kernels.position.rope_float8 import rope_quantize_fp8
 from nbflow_kernels.position.rope_llama31 import (
     apply_llama31_rope,
     apply_llama31_rope_inplace,
@@ -46,6 +47,6 @@ __all__ = [
     "apply_llama31_rope_pos_ids", "apply_llama31_rope_pos_ids_inplace", "apply_rope",
     "apply_rope_inplace", "apply_rope_pos_ids", "apply_rope_pos_ids_inplace",
     "apply_rope_with_cos_sin_cache", "apply_rope_with_cos_sin_cache_inplace",
-    "relative_position_bias", "relative_position_bucket", "rope_cos_sin_cache", "rope_frequencies",
-    "sinusoidal_position_embedding",
+    "relative_position_bias", "relative_position_bucket",
+    "rope_cos_sin_cache", "rope_frequencies", "rope_quantize_fp8", "sinusoidal_position_embedding",
 ]  # fmt: skip

@@ -92,6 +92,37 @@ def _flat(rng: np.random.Generator) -> dict[str, Any]:
     return {"query": query, "key": key, "cos_sin_cache": cache, **_FLAT}
 
 
+def _float8_case(
+    name: str, heads: tuple[int, int], d: int, n: int, *, given: bool = True, **options: Any
+) -> OpCase:
+    """Return a case of rotations with float8 results; 0 key heads are one without an axis.
+
+    Outputs are `given`, or new arrays.
+    """
+    H, G = heads
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        q, k = _rows(rng, 5, H, d + n), _rows(rng, 5, max(G, 1), d + n)
+        k = k if G else k[:, 0]
+        outs = {
+            f"{which}_{part}_out": np.full(x[..., columns].shape, 0x7F, np.uint8)
+            for which, x in (("q", q), ("k", k))
+            for part, columns in (("rope", slice(0, d)), ("nope", slice(d, None)))
+        }
+        return {
+            "q_rope": q[..., :d], "k_rope": k[..., :d],
+            "q_nope": q[..., d:] if n else None, "k_nope": k[..., d:] if n else None,
+            "cos_sin_cache": rope_cos_sin_cache(30, d, theta=1e4),
+            "pos_ids": np.array([3, 0, 29, 7, 7], np.int32), **options, **(outs if given else {}),
+        }  # fmt: skip
+
+    return exact_case(
+        "rope_quantize_fp8", name, inputs,
+        "one rounding to float8, and no number of these is next to the middle of two",
+        mutates=("q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out") if given else (),
+    )  # fmt: skip
+
+
 LLAMA31 = {"rope_theta": 1e4, "rope_scale": 4.0, "high_freq_factor": 3.0, "old_context_len": 64}
 
 SCALINGS = {
@@ -208,6 +239,10 @@ CASES = [
     _case_inplace("llama2_7b", 512, 32, 32, 128, 128, is_neox=True, timed=True),
     _case_inplace("chatglm2_6b", 512, 32, 2, 128, 64, is_neox=False, timed=True),
     OpCase("apply_rope_with_cos_sin_cache", "flat_heads", _flat, 0.0, ATOL, REASON),
+    _float8_case("halves", (3, 2), 32, 20),
+    _float8_case("interleaved_latent", (2, 0), 36, 50, is_neox=False, quant_scale_q=0.3),
+    _float8_case("all_rotated", (2, 1), 20, 0, quantize_dtype="f8_e5m2", quant_scale_kv=100.0),
+    _float8_case("new_arrays", (2, 1), 16, 8, given=False, quantize_dtype="f8_e5m2"),
     _apply("apply_rope_pos_ids", "plain", _pos_ids(6, 4, 2, 32)),
     _apply(
         "apply_rope_pos_ids",

@@ -12,6 +12,7 @@ import numpy as np
 
 from nbflow_kernels import cuda
 from nbflow_kernels.formats.cuda_gather import KINDS, POINTERS
+from nbflow_kernels.formats.float8 import Float8, Float8Codec
 from nbflow_kernels.position import cpu
 
 _THREADS = 128
@@ -85,6 +86,31 @@ def apply_rope_with_cos_sin_cache_inplace(
         positions, query, key, cos_sin_cache, H, G, D, half, *rows, len(cos_sin_cache), n_blocks
     )  # fmt: skip
     _rope(is_neox, wide)(T * n_blocks, _THREADS, args)
+
+
+@functools.cache
+def _encode(neox: bool, type: Float8) -> cuda.Kernel:
+    return cuda.cpp_kernel(
+        __file__, "position.cu",
+        f"encode_heads<{str(neox).lower()}, {', '.join(map(str, type))}>",
+        "i32*? positions, f32* x, f32*? cache, u8* codes, i32 T, i32 H, i32 n, i32 half, "
+        "i64 x_row, i64 x_head, i64 code_row, i64 code_head, i32 max_pos, f32 factor",
+    )  # fmt: skip
+
+
+def encode_heads(
+    x: Any, positions: Any, cos_sin: Any, is_neox: bool, codec: Float8Codec, codes: Any,
+    n_numbers: int,
+) -> None:  # fmt: skip
+    """As `nbflow_kernels.position.cpu_float8.encode_heads`."""
+    T, H, n = x.shape
+    max_pos, half = (0, 0) if cos_sin is None else (len(cos_sin), cos_sin.shape[1] // 2)
+    args = (
+        positions, x, cos_sin, codes, T, H, n, half, x.strides[0] // 4, x.strides[1] // 4,
+        codes.strides[0], codes.strides[1], max_pos, codec.factor,
+    )  # fmt: skip
+    n_threads = n_numbers // 2 if half else n_numbers
+    _encode(is_neox, codec.type)(cuda.ceil_div(n_threads, _THREADS), _THREADS, args)
 
 
 def apply_attention_temperature_inplace(

@@ -1,5 +1,6 @@
 // RoPE, ALiBi, T5 relative bias, sinusoidal and learned position embeddings.
 #include "cuda/float16.cuh"
+#include "cuda/float8.cuh"
 #include "cuda/types.cuh"
 #include "cuda/vector_load.cuh"
 #include "position/rope_rotate.cuh"
@@ -48,6 +49,32 @@ __global__ void rope(const int* positions, float* query, float* key, const float
   } else {
     *first = a[0], *second = b[0];
   }
+}
+
+// Encode heads (T, H, n) in float8, times `factor`, rotated as in `rope` if there is a cache.  A thread has a pair of
+// numbers, or one number without a rotation.  A position outside the cache gives NaN.
+template <bool NEOX, int MANTISSA, int BIAS, int LARGEST>
+__global__ void encode_heads(const int* positions, const float* x, const float* cache, u8* codes,
+                             int T, int H, int n, int half, long long x_row, long long x_head,
+                             long long code_row, long long code_head, int max_pos, float factor) {
+  int each = half ? half : n;
+  long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  if (at >= (long long)T * H * each) return;
+  int i = at % each, h = at / each % H, t = at / each / H;
+  x += t * x_row + h * x_head;
+  codes += t * code_row + h * code_head;
+  if (!half) {
+    codes[i] = float8_code<MANTISSA, BIAS, LARGEST>(__fmul_rn(x[i], factor));
+    return;
+  }
+  int first = NEOX ? i : 2 * i, second = NEOX ? half + i : 2 * i + 1;
+  bool known = 0 <= positions[t] && positions[t] < max_pos;
+  const float* cosines = cache + (known ? 2LL * half * positions[t] : 0);
+  float a = x[first], b = x[second];
+  rotate_pair(a, b, cosines[i], cosines[half + i]);
+  if (!known) a = b = nan32();
+  codes[first] = float8_code<MANTISSA, BIAS, LARGEST>(__fmul_rn(a, factor));
+  codes[second] = float8_code<MANTISSA, BIAS, LARGEST>(__fmul_rn(b, factor));
 }
 
 // cache[t] = cosines and sines of positions[t] / scale * frequencies, times factor.  Angles are float64: a float32

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.formats.float8 import encode_float8
 from nbflow_kernels.position.rope_scaling import (
     DynamicNtkRopeScaling,
     LinearRopeScaling,
@@ -133,6 +134,38 @@ def apply_rope_with_cos_sin_cache(
         heads = x.reshape(len(x), x[:1].size // size if len(x) else 1, size)
         rotated.append(_rotate(heads, cos_sin, is_neox).reshape(x.shape))
     return rotated[0], rotated[1]
+
+
+def rope_quantize_fp8(
+    q_rope: np.ndarray,
+    k_rope: np.ndarray,
+    q_nope: Any,
+    k_nope: Any,
+    cos_sin_cache: np.ndarray,
+    pos_ids: np.ndarray,
+    is_neox: bool = True,
+    quantize_dtype: str = "f8_e4m3",
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    q_rope_out: Any = None,
+    k_rope_out: Any = None,
+    q_nope_out: Any = None,
+    k_nope_out: Any = None,
+) -> tuple[Any, ...]:
+    """See `nbflow_kernels.rope_quantize_fp8`."""
+    parts = [
+        _rotate(x if x.ndim == 3 else x[:, None], cos_sin_cache[pos_ids], is_neox).reshape(x.shape)
+        for x in (q_rope, k_rope)
+    ]
+    parts += [x[..., :0] if y is None else y for x, y in zip(parts, (q_nope, k_nope), strict=True)]
+    found = []
+    outs = (q_rope_out, k_rope_out, q_nope_out, k_nope_out)
+    for x, scale, out in zip(parts, 2 * (quant_scale_q, quant_scale_kv), outs, strict=True):
+        codes = encode_float8(x * scale, quantize_dtype)
+        if out is not None:
+            out[...] = codes
+        found.append(codes if out is None else out)
+    return tuple(found)
 
 
 def apply_rope_with_cos_sin_cache_inplace(

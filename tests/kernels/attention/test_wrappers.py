@@ -55,13 +55,14 @@ FLASHINFER = {
     "paged_kv_last_page_len num_qo_heads num_kv_heads head_dim_qk page_size head_dim_vo "
     "custom_mask packed_custom_mask causal pos_encoding_mode use_fp16_qk_reduction sm_scale "
     "window_left logits_soft_cap rope_scale rope_theta q_data_type kv_data_type o_data_type "
-    "non_blocking",
+    "non_blocking prefix_len_ptr token_pos_in_items_ptr token_pos_in_items_len max_item_len_ptr",
     BatchPrefillWithRaggedKVCacheWrapper: "float_workspace_buffer kv_layout use_cuda_graph "
     "qo_indptr_buf kv_indptr_buf",
     BatchPrefillWithRaggedKVCacheWrapper.plan: "self qo_indptr kv_indptr num_qo_heads num_kv_heads "
     "head_dim_qk head_dim_vo custom_mask packed_custom_mask causal pos_encoding_mode "
     "use_fp16_qk_reduction window_left logits_soft_cap sm_scale rope_scale rope_theta q_data_type "
-    "kv_data_type o_data_type non_blocking",
+    "kv_data_type o_data_type non_blocking prefix_len_ptr token_pos_in_items_ptr "
+    "token_pos_in_items_len max_item_len_ptr",
     BatchAttention: "kv_layout",
     BatchAttention.plan: "self qo_indptr kv_indptr kv_indices kv_len_arr num_qo_heads num_kv_heads "
     "head_dim_qk head_dim_vo page_size causal sm_scale logits_soft_cap q_data_type kv_data_type",

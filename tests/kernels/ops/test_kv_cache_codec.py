@@ -13,6 +13,7 @@ from nbflow_kernels.cpu.simd_memory import address_of
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.formats.affine_format import AffineFormat
+from nbflow_kernels.formats.float8 import FLOAT8, encode_float8, float8_values
 from nbflow_kernels.kv_cache import cpu_codec
 from nbflow_kernels.kv_cache.codebooks import CODEBOOKS, decode_codebook, encode_codebook
 from nbflow_kernels.kv_cache.cpu_codec import (
@@ -23,7 +24,6 @@ from nbflow_kernels.kv_cache.cpu_codec import (
     decode_row,
     encode_row,
 )
-from nbflow_kernels.kv_cache.float8 import FLOAT8, encode_float8, float8_values
 
 BLOCK_FORMATS = list(KINDS)[FIRST_BLOCK_KIND:FIRST_CODEBOOK_KIND]
 GOLDEN = Path(__file__).parents[2] / "golden"

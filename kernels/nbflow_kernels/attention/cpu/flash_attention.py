@@ -22,11 +22,13 @@ import numpy as np
 
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu.head_rows import (
+    SCALE_TABLES,
     TABLE,
     finish_keys,
     pad_table,
     rotate,
     row_addresses,
+    scale_addresses,
     unpack_keys,
     unpack_values,
 )
@@ -415,14 +417,14 @@ def flash_attention(
     qk_bytes, vo_bytes = 4 * wide_qk, 4 * wide_vo
     packed_bytes = CHUNK * max(qk_bytes, vo_bytes) if k_pack or v_pack else 0
     each = qk_bytes + 2 * vo_bytes + SCORE_BYTES + STATE_BYTES
-    memory = allocate(max_vectors * each + 4 * TABLE + 1024 + 64 + packed_bytes + 64)
+    memory = allocate(max_vectors * each + 2 * SCALE_TABLES + 1024 + 64 + packed_bytes + 64)
     q_tile = (memory + 63) // 64 * 64
     acc = q_tile + max_vectors * qk_bytes
     running = acc + max_vectors * vo_bytes
     s = running + max_vectors * vo_bytes
     state = s + max_vectors * SCORE_BYTES
     tables = state + max_vectors * STATE_BYTES
-    scratch = tables + 4 * TABLE
+    scratch = tables + 2 * SCALE_TABLES
     ramp = scratch + 1024
     packed = ramp + 64
     for i in range(16):
@@ -460,6 +462,7 @@ def flash_attention(
             stop_key = min(min(key // CHUNK * CHUNK + CHUNK, end), (key // split + 1) * split)
             if key < end:
                 row_addresses(pages, page_size, key, stop_key, k_head, v_head, strides, now)
+                scale_addresses(header, pages, page_size, head, key, stop_key, now)
             while key < end:
                 # Only visible keys are addressed: others may lie on freed pages.
                 base, next_base = key // CHUNK * CHUNK, stop_key // CHUNK * CHUNK
@@ -468,6 +471,7 @@ def flash_attention(
                     row_addresses(
                         pages, page_size, stop_key, next_stop, k_head, v_head, strides, ahead
                     )
+                    scale_addresses(header, pages, page_size, head, stop_key, next_stop, ahead)
                 # Prefetch whole chunks half a chunk ahead: values during Q K^T, and the next keys
                 # during P V; latent keys and values are decoded together.
                 n_keys = strides[3] if next_stop - stop_key == CHUNK else 0

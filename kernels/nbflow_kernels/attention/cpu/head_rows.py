@@ -15,12 +15,16 @@ from numba.core.extending import overload
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.plan_layout import CHUNK
 from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.nvfp4 import decode_nvfp4_row
 from nbflow_kernels.cpu.simd_memory import read_i32, read_i64, read_word, write_i64
 from nbflow_kernels.kv_cache.cpu_codec import copy_float_rows, decode_rows
+from nbflow_kernels.kv_cache.nvfp4 import NVFP4_KIND
 from nbflow_kernels.position.cpu import rotate_halves, rotate_head
 
 TABLE = 8 * CHUNK
 """Bytes of the row addresses of a chunk."""
+SCALE_TABLES = 4 * TABLE
+"""Bytes from a table to that of the addresses of its rows' scales, in NVFP4 caches."""
 
 
 def copy_rows(
@@ -31,7 +35,7 @@ def copy_rows(
     if isinstance(source, np.float32):
         copy_float_rows(kind, table, first, last, n, target, padded, stride)
     elif isinstance(source, np.uint8):
-        decode_rows(kind, table, first, last, n, target, padded, stride)
+        _decode_rows(kind, table, first, last, n, target, padded, stride)
 
 
 @overload(copy_rows, inline="always", strict=False)
@@ -41,11 +45,22 @@ def _copy_rows_overload(source, kind, table, first, last, n, target, padded, str
             kind, table, first, last, n, target, padded, stride
         )
     if source == types.uint8:
-        return lambda source, kind, table, first, last, n, target, padded, stride: decode_rows(
+        return lambda source, kind, table, first, last, n, target, padded, stride: _decode_rows(
             kind, table, first, last, n, target, padded, stride
         )
     # rows are read in place
     return lambda source, kind, table, first, last, n, target, padded, stride: None
+
+
+@jit.device_function
+def _decode_rows(kind, table, first, last, n, target, padded, stride):
+    """Decode rows of a block format, or of NVFP4, to float32."""
+    if kind == NVFP4_KIND:
+        for j in range(first, last):
+            row, scales = read_i64(table + 8 * j), read_i64(table + SCALE_TABLES + 8 * j)
+            decode_nvfp4_row(row, scales, n, target + stride * j)
+    else:
+        decode_rows(kind, table, first, last, n, target, padded, stride)
 
 
 def rotate(source: Any, row: Any, cos_sin: Any, half: Any) -> None:
@@ -112,6 +127,21 @@ def row_addresses(pages, page_size, first, last, k, v, strides, table):
             write_i64(place + 8 * i, key + i * strides[1])
             write_i64(place + TABLE + 8 * i, value + i * strides[5])
         key_at += count
+
+
+@jit.device_function
+def scale_addresses(header, pages, page_size, head, first, last, table):
+    """Write the addresses of the scales of keys [first, last) and of values, if there are any."""
+    if read_word(header, at.SCALES) == 0:
+        return
+    for key in range(first, last):
+        page, slot = read_i32(pages + 4 * (key // page_size)), key % page_size
+        place = table + SCALE_TABLES + 8 * (key % CHUNK)
+        for i in range(2):
+            n = at.SCALES + 4 * i
+            row = read_word(header, n) + page * read_word(header, n + 1)
+            row += slot * read_word(header, n + 2) + head * read_word(header, n + 3)
+            write_i64(place + i * TABLE, row)
 
 
 @jit.device_function

@@ -1,6 +1,6 @@
-"""Float8 rows of the KV cache on the CPU: decode to float32, encode with saturation.
+"""Float8 rows on the CPU: decode to float32, encode with saturation.
 
-`mantissa` and `bias` are those of `nbflow_kernels.kv_cache.float8.FLOAT8`.  A code below
+`mantissa` and `bias` are those of `nbflow_kernels.formats.float8.FLOAT8`.  A code below
 ``1 << mantissa`` (subnormal) is an integer times the smallest number, so that no subnormal float32
 arises, on which processors are slow.
 """
@@ -25,7 +25,9 @@ def decode_float8_row(mantissa, bias, source, n, factor, target, padded):
         simd.store_f32(target + 4 * d, simd.mul(v, simd.splat(factor)))
         d += 16
     while d < n:
-        write_f32(target + 4 * d, _value(mantissa, bias, read_u8(source + d)) * np.float32(factor))
+        write_f32(
+            target + 4 * d, float8_value(mantissa, bias, read_u8(source + d)) * np.float32(factor)
+        )
         d += 1
     while d < padded:
         store_first(target + 4 * d, padded - d, simd.splat(0.0))
@@ -51,7 +53,7 @@ def _values(mantissa, bias, code):
 
 
 @jit.device_function(strict=True)
-def _value(mantissa, bias, code):
+def float8_value(mantissa, bias, code):
     """Return the number of a code."""
     size, unit = code & 127, (127 - bias) << 23
     special = (size + (1 if mantissa == 3 else 4)) >> 7
@@ -65,16 +67,16 @@ def _value(mantissa, bias, code):
 
 
 @jit.device_function(strict=True)
-def encode_float8_row(mantissa, bias, largest_code, source, n, target):
-    """Encode n float32, rounded to nearest even."""
-    d = 0
+def encode_float8_row(mantissa, bias, largest_code, source, n, factor, target):
+    """Encode n float32 times `factor`, rounded to nearest even."""
+    d, factors = 0, simd.splat(factor)
     while d + 16 <= n:
-        store_narrow(
-            target + d, _codes(mantissa, bias, largest_code, simd.load_f32(source + 4 * d))
-        )
+        x = simd.mul(simd.load_f32(source + 4 * d), factors)
+        store_narrow(target + d, _codes(mantissa, bias, largest_code, x))
         d += 16
     while d < n:
-        write_u8(target + d, _code(mantissa, bias, largest_code, read_f32(source + 4 * d)))
+        x = read_f32(source + 4 * d) * np.float32(factor)
+        write_u8(target + d, float8_code(mantissa, bias, largest_code, x))
         d += 1
 
 
@@ -83,7 +85,7 @@ def _codes(mantissa, bias, largest_code, x):
     """Return the codes of 16 numbers."""
     size = simd.and_(simd.as_i32(x), simd.splat_i32(0x7FFFFFFF))
     is_nan = simd.shr(simd.sub(simd.splat_i32(0x7F800000), size), simd.splat_i32(31))
-    largest = _value(mantissa, bias, np.int64(largest_code))
+    largest = float8_value(mantissa, bias, np.int64(largest_code))
     t = simd.minimum(simd.as_f32(size), simd.splat(largest))
     least = simd.splat(simd.bits_to_float((128 - bias) << 23))
     power = simd.and_(simd.as_i32(simd.maximum(t, least)), simd.splat_i32(0x7F800000))
@@ -98,7 +100,7 @@ def _codes(mantissa, bias, largest_code, x):
 
 
 @jit.device_function(strict=True)
-def _code(mantissa, bias, largest_code, x):
+def float8_code(mantissa, bias, largest_code, x):
     """Return the code of a number."""
     bits = np.int64(np.float32(x).view(np.uint32))
     size = bits & 0x7FFFFFFF
