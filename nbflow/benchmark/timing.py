@@ -1,15 +1,16 @@
 """Time prompt processing and generation of a loaded model.
 
 Timings include whole steps as `LLM.generate` runs them (scheduling, kernels, communication, greedy
-sampling), from the first to the last.  They exclude loading, compilation (a warm-up run comes
-first) and building requests.  Prompts are random tokens with a fixed seed; end tokens are ignored;
+sampling), from the first to the last; a decode step is timed while all sequences decode
+(`times_of`).  They exclude loading, compilation (a warm-up run comes first) and building
+requests.  Prompts are random tokens with a fixed seed; end tokens are ignored;
 log-probabilities are off.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -54,6 +55,20 @@ class Test:
         return max(self.depth + self.n_prompt, 1) + self.n_gen
 
 
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a batch of prompts and of the tokens generated after them."""
+
+    prefill_s: float
+    """Until every sequence has its first token."""
+    rest_s: float
+    """From then until every sequence has its last token.  Shorter than the decode steps where some
+    sequences decode before others have their first token."""
+    step_s: float
+    """A decode step (a token for every sequence) while all sequences decode, of the slowest
+    replica; NaN if they never all decode at once."""
+
+
 class Timed(Protocol):
     """Peer program that runs the same tests (`nbflow.benchmark.llama_cpp`)."""
 
@@ -65,9 +80,16 @@ class Timed(Protocol):
 
 
 def time_test(model: LLM, test: Test) -> float:
-    """Return the seconds of one repetition; collective over the model's ranks."""
-    to_first, rest = time_both(model, max(test.depth + test.n_prompt, 1), test.n_gen, test.batch)
-    return (to_first if test.n_prompt else 0.0) + (rest if test.n_gen else 0.0)
+    """Return the seconds of one repetition; collective over the model's ranks.
+
+    Generation alone counts `Times.step_s` for each token, or `Times.rest_s` as a whole if the
+    sequences never all decode at once.
+    """
+    times = time_both(model, max(test.depth + test.n_prompt, 1), test.n_gen, test.batch)
+    if test.n_prompt:
+        return times.prefill_s + (times.rest_s if test.n_gen else 0.0)
+    decode_s = test.n_gen * times.step_s
+    return times.rest_s if math.isnan(decode_s) else decode_s
 
 
 def repeat_for(
@@ -149,19 +171,51 @@ def _time_repetitions(
     return means
 
 
-def time_both(model: LLM, n_prompt: int, n_gen: int, batch: int = 1) -> tuple[float, float]:
-    """Return the seconds of a prefill and of the `n_gen` decode steps after it.
+def time_both(model: LLM, n_prompt: int, n_gen: int, batch: int = 1) -> Times:
+    """Return the times of a batch: its prompts, and the `n_gen` decode steps after them.
 
-    The prefill ends when every sequence has its first token; the steps add `n_gen` to each.
     Collective over the model's ranks.
     """
     requests = make_requests(model, n_prompt, n_gen + 1, batch)
-    started = time.perf_counter()
-    first = 0.0
+    model.gather("record_token_times")
     for _ in model.run_requests(requests, burst_s=BATCH_MULTI_STEP_S):
-        if not first and all(r.ids for r in requests):
-            first = time.perf_counter()
-    return first - started, time.perf_counter() - first
+        pass
+    replicas = [rank["times"] for rank in model.gather("token_times") if rank["leads"]]
+    return times_of([times for times in replicas if times])
+
+
+def times_of(replicas: Sequence[Sequence[Sequence[float]]]) -> Times:
+    """Return the times of a batch from those of its tokens.
+
+    Parameters
+    ----------
+    replicas : sequence of sequence of sequence of float
+        For each replica the times of the tokens of each sequence, in seconds since the start.
+
+    Notes
+    -----
+    A decode step is a token for every sequence.  Only the window from the last first token to the
+    first last one counts: before it some sequences still process their prompts, and after it some
+    are finished, as in a pipeline, whose sequences take turns.  In the window the number of tokens
+    of a sequence is read off a straight line through those around, so that a window may begin
+    between two tokens, as it does where one replica is ahead of another.
+
+    Examples
+    --------
+    >>> times_of([[[1.0, 3.0, 5.0], [2.0, 4.0, 6.0]]])
+    Times(prefill_s=2.0, rest_s=4.0, step_s=2.0)
+    """
+    sequences = [times for replica in replicas for times in replica]
+    first, last = max(t[0] for t in sequences), min(t[-1] for t in sequences)
+    end = max(t[-1] for t in sequences)
+    if last <= first:
+        return Times(first, end - first, math.nan)
+    steps_s = []
+    for replica in replicas:
+        counts = [np.interp([first, last], times, range(len(times))) for times in replica]
+        n_steps = sum(float(b - a) for a, b in counts) / len(replica)
+        steps_s.append((last - first) / n_steps)
+    return Times(first, end - first, max(steps_s))
 
 
 def make_requests(model: LLM, n_prompt: int, n_new: int, batch: int) -> list[Request]:

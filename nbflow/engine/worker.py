@@ -30,6 +30,7 @@ from nbflow.engine.replicas.address import own_addresses
 from nbflow.engine.request import FinishReason, Proposals, Request
 from nbflow.engine.scheduler import ScheduledRequest, Scheduler
 from nbflow.engine.search.runtime import fork_sequences
+from nbflow.engine.token_times import TokenTimes
 from nbflow.executor import HOST, CpuExecutor, Device, Step, WeightLoader, make_executor, make_step
 from nbflow.executor.device_memory import DeviceMemory
 from nbflow.kv_cache import BlockTable, StateStorage, StateTable, make_storage
@@ -54,7 +55,7 @@ MAX_MULTI_STEP_DECODES = 32
 """Most cached multi-step buffers, one for each strategy and batch size."""
 
 
-class Worker:
+class Worker(TokenTimes):
     """Shard of a model that one rank holds and runs.
 
     The ranks of `comm` are those of the plan, in its order; `groups` are from `make_groups`, and
@@ -248,15 +249,12 @@ class Worker:
 
     def _agree(self, failure: UsageError | None) -> None:
         """Raise the same error on every rank if one has failed."""
-        if self.comm.size == 1:
-            if failure is not None:
-                raise failure
-            return
+        if self.comm.size == 1 and failure is not None:
+            raise failure
         mine = None if failure is None else f"rank {self.mine.rank}: {failure}"
         found = self.comm.bcast_object(self.comm.gather_object(mine))
-        for text in found:
-            if text is not None:
-                raise UsageError(text)
+        for text in filter(None, found):
+            raise UsageError(text)
 
     def _begin(self, limits: StepLimits) -> None:
         """Create an empty block table and scheduler with these limits."""
@@ -305,10 +303,12 @@ class Worker:
         `proposed` are tokens of a draft model (`nbflow.engine.speculative.draft_model`), which this
         step verifies.
         """
+        started = time.perf_counter()
         for request in self.scheduler.running:
             request.proposed = None if proposed is None else proposed.get(request.id)
         with self._watched():
             deltas = self._run_next(burst_s) if self._pipeline is None else self._pipeline.step()
+        self._note_tokens(deltas, started)
         for delta in deltas:
             if delta.request.finish_reason is not None:
                 self._remove(delta.request)

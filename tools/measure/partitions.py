@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import nbflow
-from nbflow.benchmark.timing import time_both
+from nbflow.benchmark.timing import Times, time_both
 from nbflow.cli.options import numbers
 from nbflow.distributed import Comm, SelfComm, world
 from nbflow.planner import (
@@ -147,10 +147,10 @@ def run(
 
 def repeated(
     model: nbflow.LLM | None, workload: Workload, repeats: int, comm: Comm, seconds: float
-) -> list[tuple[float, float]]:
-    """Return the seconds of each repetition: at least one, more while time is left."""
+) -> list[Times]:
+    """Return the times of each repetition: at least one, more while time is left."""
     here = model is not None and model.participates
-    taken: list[tuple[float, float]] = []
+    taken: list[Times] = []
     if here:
         assert model is not None
         time_both(model, workload.prompt, WARM_UP, workload.batch)
@@ -192,17 +192,16 @@ class Output:
         self,
         case: Case,
         workload: Workload,
-        taken: list[tuple[float, float]],
+        taken: list[Times],
         loaded_s: float,
     ) -> None:
         """Append a row and rewrite the table."""
-        prefill, decode = zip(*taken, strict=True)
         row = {
             "case": case.name.replace("`", ""), "kind": "",
             "partition": case.partition, "threads": case.threads, "all_reduce": case.all_reduce,
             "batch": workload.batch, "prompt": workload.prompt, "generate": workload.generate,
-            "load_s": loaded_s, "prefill_s": prefill,
-            "decode_s": [s / workload.generate for s in decode],
+            "load_s": loaded_s, "prefill_s": [t.prefill_s for t in taken],
+            "decode_s": [t.step_s for t in taken],
             **self._predicted(case, workload),
         }  # fmt: skip
         self._rows.append(row)
