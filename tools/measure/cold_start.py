@@ -1,15 +1,17 @@
 """Measure the time to first token with a cold and with a warm kernel cache.
 
-    python tools/measure/cold_start.py [MODEL] [--weights FMT] [--threads N] [--out FILE.json]
+    python tools/measure/cold_start.py [MODEL] [--weights FMT] [--activations A] [--out FILE.json]
 
-Runs the model twice in new processes, with an empty cache folder and again with the filled one, and
-prints the compiled kernels, slowest first.  *own* seconds exclude the compilation of called
-kernels; both are CPU time of the compiling thread.  Totals are also given as wall time.
+Compiles the sources to bytecode, as pip does when it installs, then runs the model twice in new
+processes, with an empty cache folder and again with the filled one, and prints the compiled
+kernels, slowest first.  *own* seconds exclude the compilation of called kernels; both are CPU time
+of the compiling thread.  Totals are also given as wall time.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import platform
@@ -22,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = "weights", "activations", "threads"
+"""Options of `nbflow.load` that are passed on."""
 
 
 @dataclass
@@ -33,7 +37,7 @@ class Compiled:
     total_s: float
 
 
-def measure(model: str, weights: str | None, threads: int | None) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generate one token and return the times; runs in a new process."""
     clock, spent = time.perf_counter(), time.process_time()
     from numba.core import event
@@ -60,7 +64,8 @@ def measure(model: str, weights: str | None, threads: int | None) -> dict[str, A
     import nbflow
 
     imported = time.perf_counter()
-    with nbflow.load(model, weights=weights, threads=threads) as loaded:
+    given = {name: getattr(arguments, name) for name in OPTIONS if getattr(arguments, name)}
+    with nbflow.load(arguments.model, **given) as loaded:
         opened = time.perf_counter()
         loaded.generate([1, 2, 3], max_tokens=1, ignore_eos=True)
     token = time.perf_counter()
@@ -81,10 +86,9 @@ def _run(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
     paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "specs"))
     environment = os.environ | {"NUMBA_CACHE_DIR": folder, "PYTHONPATH": paths}
     command = [sys.executable, __file__, arguments.model, "--measure"]
-    if arguments.weights:
-        command += ["--weights", arguments.weights]
-    if arguments.threads:
-        command += ["--threads", str(arguments.threads)]
+    for name in OPTIONS:
+        if getattr(arguments, name):
+            command += [f"--{name}", str(getattr(arguments, name))]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
@@ -119,13 +123,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("model", nargs="?", default="tiny_python")
     parser.add_argument("--weights", help="weight format; default: as stored")
+    parser.add_argument("--activations", help="arithmetic of quantized products; default: float32")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        json.dump(measure(arguments.model, arguments.weights, arguments.threads), sys.stdout)
+        json.dump(measure(arguments), sys.stdout)
         return 0
+    for package in ("nbflow", "kernels", "specs"):
+        compileall.compile_dir(ROOT / package, quiet=1)
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: _run(arguments, folder) for name in ("cold", "warm")}
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "specs")]
@@ -134,7 +141,7 @@ def main() -> int:
     result = _rounded(
         {
             "model": arguments.model,
-            "weights": arguments.weights,
+            **{name: getattr(arguments, name) for name in OPTIONS},
             "processor": processor_name(),
             "cores": os.cpu_count(),
             "python": platform.python_version(),

@@ -32,7 +32,7 @@ from numba.core.registry import CPUDispatcher
 
 from nbflow_kernels.compilation import jit_cache
 from nbflow_kernels.compilation.numba_inlining import share_scopes
-from nbflow_kernels.cpu import interpreter, numba_compile_time
+from nbflow_kernels.cpu import interpreter, numba_compile_time, numba_passes
 from nbflow_kernels.cpu.fork import in_child, lock_during_fork
 
 # A fork waits for other threads' compilations: a child would wait for their lock for ever.
@@ -40,6 +40,9 @@ lock_during_fork(global_compiler_lock.acquire, global_compiler_lock.release)
 share_scopes(inline_closurecall)
 numba_compile_time.remember_call_types()
 numba_compile_time.skip_atoms()
+numba_compile_time.find_implementations_once()
+numba_compile_time.skip_logs_and_events()
+numba_passes.shorten_post_processing()
 
 # No "nnan"/"ninf": masks are -inf and tests fill outputs with NaN.  No "reassoc": the order of
 # additions is part of a kernel's contract (a row's result must not depend on its neighbours).
@@ -84,13 +87,21 @@ _collector_off = _Collector()
 
 
 class KernelCompiler(compiler.Compiler):
-    """Numba's compiler with symbol names of our own and no garbage collection meanwhile."""
+    """Numba's compiler with our symbol names, fewer passes, and no garbage collection meanwhile."""
+
+    def define_pipelines(self) -> Any:
+        """Return Numba's pipelines without passes that have nothing to do."""
+        pipelines = super().define_pipelines()
+        for pipeline in pipelines:
+            pipeline.passes = numba_passes.kernel_passes(pipeline.passes, self.state.bc)
+            pipeline.finalize()
+        return pipelines
 
     def _compile_bytecode(self) -> Any:
         identity = self.state.func_id
         identity.unique_id = next(_numbers)
         identity.unique_name = f"{identity.func_qualname}${identity.unique_id}"
-        with _collector_off:
+        with _collector_off, numba_passes.compiling_kernel:
             return super()._compile_bytecode()
 
 

@@ -4,15 +4,20 @@ Of the time to compile a kernel, LLVM takes a third; the rest is Numba's Python 
 each operation on numbers by trying all templates of the operator, NumPy's universal functions
 among them, and lists the variables of each statement a hundred times, through every attribute.
 Here the resolution of an operation is kept for the types of its arguments, and lists skip what
-contains no variables.  Types and code that result are the same.
+contains no variables.  It also formats a log entry per statement, announces each call of LLVM, and
+computes the sizes of types by LLVM; here it does so once, or for listeners.  Types and code that
+result are the same.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from numba.core import ir, types
+import llvmlite.ir
+from numba.core import base, event, ir, ssa, types
 from numba.core.types.functions import BaseFunction
+from numba.core.typing import templates
 
 CALL_TYPES = "_nbflow_call_types"
 """Attribute of a typing context: signatures by function type and arguments."""
@@ -24,6 +29,19 @@ numba_call_type = BaseFunction.get_call_type
 """Numba's method."""
 numba_list_vars = ir.Inst._rec_list_vars
 """Numba's method."""
+numba_type_intrinsic = templates._IntrinsicTemplate.generic
+numba_abi_size = base.BaseContext.get_abi_sizeof
+numba_start_event, numba_end_event = event.start_event, event.end_event
+
+ABI_SIZES = "_nbflow_abi_sizes"
+"""Attribute of a target context: sizes in bytes by LLVM type."""
+_NUMBERS = (
+    llvmlite.ir.IntType,
+    llvmlite.ir.FloatType,
+    llvmlite.ir.DoubleType,
+    llvmlite.ir.PointerType,
+    llvmlite.ir.VectorType,
+)
 
 
 def remember_call_types() -> None:
@@ -34,6 +52,53 @@ def remember_call_types() -> None:
 def skip_atoms() -> None:
     """List the variables of IR statements without visiting strings, numbers and locations."""
     ir.Inst._rec_list_vars = _list_vars  # type: ignore[method-assign]
+
+
+def find_implementations_once() -> None:
+    """Look an intrinsic up before the registries of all of Numba, and other facts once each."""
+    templates._IntrinsicTemplate.generic = _type_intrinsic  # type: ignore[method-assign]
+    base._has_loc = functools.lru_cache(4096)(base._has_loc)
+    base.BaseContext.get_abi_sizeof = _abi_size  # type: ignore[method-assign]
+
+
+def skip_logs_and_events() -> None:
+    """Write no log of each statement, and announce no events to nobody."""
+    ssa._run_ssa_block_pass = _rewrite_statements
+    event.start_event = _start_event
+    event.end_event = _end_event
+
+
+def _type_intrinsic(self: Any, args: Any, kws: Any) -> Any:
+    found = self._impl_cache.get((self.context, args, tuple(kws.items())))
+    return numba_type_intrinsic(self, args, kws) if found is None else found
+
+
+def _abi_size(self: Any, kind: Any) -> Any:
+    if type(kind) not in _NUMBERS:  # structures may share a name
+        return numba_abi_size(self, kind)
+    known = self.__dict__.setdefault(ABI_SIZES, {})
+    if kind not in known:
+        known[kind] = numba_abi_size(self, kind)
+    return known[kind]
+
+
+def _rewrite_statements(states: Any, block: Any, handler: Any) -> Any:
+    on_assign, on_other = handler.on_assign, handler.on_other
+    for statement in block.body:
+        if isinstance(statement, ir.Assign):
+            yield on_assign(states, statement)
+        else:
+            yield on_other(states, statement)
+
+
+def _start_event(kind: str, data: Any = None) -> None:
+    if event._registered[kind]:
+        numba_start_event(kind, data)
+
+
+def _end_event(kind: str, data: Any = None, exc_details: Any = None) -> None:
+    if event._registered[kind]:
+        numba_end_event(kind, data, exc_details)
 
 
 def _get_call_type(self: Any, context: Any, args: Any, kws: Any) -> Any:
