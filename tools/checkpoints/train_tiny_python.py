@@ -5,19 +5,16 @@
     train --out specs/nbflow_specs/checkpoints/tiny_python
     train --size draft --teacher specs/nbflow_specs/checkpoints/tiny_python --threads 1 \\
         --steps 2000 --stop 750 --out specs/nbflow_specs/checkpoints/tiny_python_draft
-    train --architecture qwen3_5 --start specs/nbflow_specs/checkpoints/tiny_python \\
-        --teacher specs/nbflow_specs/checkpoints/tiny_python --frozen --soft \\
-        --tokens-per-step 2048 --minutes 50 \\
-        --out specs/nbflow_specs/checkpoints/tiny_python_hybrid
+    train --architecture qwen3_5 --teacher specs/nbflow_specs/checkpoints/tiny_python \\
+        --threads 1 --compile --out specs/nbflow_specs/checkpoints/tiny_python_hybrid
 
 A draft model proposes tokens to its `--teacher`, a model trained before, and has its tokenizer.
-More training makes it better: `--start` takes over the tensors of an earlier run that fit, and
 `--continued N` lets half of the windows be the teacher's own greedy continuations of N windows of
 the text (sequence-level distillation, Kim and Rush 2016).
 
 `--architecture qwen3_5` trains a hybrid in the layout of Qwen 3.5: the gated delta rule in three
-layers of four, gated attention in the fourth; it takes the model of `transformers`.  `--minutes`
-plans the learning rate by time instead of steps, for a machine whose speed is unknown.
+layers of four, gated attention in the fourth; it takes the model of `transformers`.  The recipe is
+that of the base model; its `--teacher` gives the tokenizer and is compared with.
 
 Torch is needed here only.  The text is the standard library of the Python that runs this script,
 its tests included (PSF licence, see NOTICE), without the generated code tables; it takes a Python
@@ -340,26 +337,6 @@ def load_trained(folder: Path) -> Llama:
 
 
 @torch.no_grad()
-def take_over(model: Llama | Hybrid, folder: Path, frozen: bool) -> int:
-    """Start from the tensors of an earlier run that fit by name and shape; return their sizes' sum.
-
-    The norms of a hybrid scale with 1 + weight.
-    """
-    state = load_file(folder / "model.safetensors")
-    earlier = json.loads((folder / "config.json").read_text())["model_type"]
-    offset = (model.config["model_type"] == "qwen3_5_text") - (earlier == "qwen3_5_text")
-    taken = 0
-    for name, p in model.named_parameters():
-        tensor = state.get(f"model.{name}")
-        if tensor is not None and tensor.shape == p.shape:
-            is_offset = "norm" in name and "linear_attn" not in name
-            p.copy_(tensor.float() - (offset if is_offset else 0))
-            p.requires_grad_(not frozen or p.ndim == 1)
-            taken += p.numel()
-    return taken
-
-
-@torch.no_grad()
 def continue_greedily(teacher: Llama, prompts: torch.Tensor, length: int) -> torch.Tensor:
     """Return prompts (B, T) with the tokens that the teacher finds likeliest behind them."""
     G, D = (teacher.config[k] for k in ("num_key_value_heads", "head_dim"))
@@ -421,9 +398,8 @@ class Windows:
 
 def train(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
-    seed = SEED + bool(arguments.start)
-    torch.manual_seed(seed)
-    rng = np.random.default_rng(seed)
+    torch.manual_seed(SEED)
+    rng = np.random.default_rng(SEED)
 
     documents, held_out = read_corpus()
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
@@ -445,15 +421,11 @@ def train(arguments: argparse.Namespace) -> None:
     config = CONFIGS[arguments.architecture, arguments.size]
     kind = Hybrid if arguments.architecture == "qwen3_5" else Llama
     model = kind(config)
-    if arguments.start:
-        taken = take_over(model, arguments.start, arguments.frozen)
-        print(f"{taken:,} parameters start from {arguments.start}")
     print(f"{sum(p.numel() for _, p in model.named_parameters()):,} parameters")
-    earlier = json.loads((arguments.start / "training.json").read_text()) if arguments.start else {}
     forward = torch.compile(model) if arguments.compile else model
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for n, p in trained if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in trained if p.ndim != 2 or "embed" in n]
+    named = list(model.named_parameters())
+    matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in named if p.ndim != 2 or "embed" in n]
     optimizers = [
         (Muon(matrices, 0.0), 0.02 * arguments.rate),
         (
@@ -468,8 +440,6 @@ def train(arguments: argparse.Namespace) -> None:
     last = arguments.stop or arguments.steps
     for step in range(last):
         done = (step - 100) / max(1, arguments.steps - 100)
-        if arguments.minutes:
-            done = max(done, (time.time() - started) / (60 * arguments.minutes))
         for optimizer, peak in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, done, peak)
@@ -479,12 +449,7 @@ def train(arguments: argparse.Namespace) -> None:
         window = windows.step(arguments.tokens_per_step // T, T + 1)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = forward(window[:, :-1])
-            if arguments.soft:
-                with torch.no_grad():
-                    wanted = teacher(window[:, :-1]).float().softmax(-1).flatten(0, 1)
-        if not arguments.soft:
-            wanted = window[:, 1:].flatten()
-        loss = F.cross_entropy(logits.float().flatten(0, 1), wanted)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
         model.zero_grad()
         loss.backward()
         for optimizer, _ in optimizers:
@@ -493,8 +458,7 @@ def train(arguments: argparse.Namespace) -> None:
         if step % 50 == 0:
             rate = seen / (time.time() - started)
             print(f"step {step:5d}  loss {loss.item():.3f}  {rate:,.0f} tokens/s", flush=True)
-        ended = step == last - 1 or (arguments.minutes and done >= 1)
-        if step % 250 == 249 or ended:
+        if step % 250 == 249 or step == last - 1:
             found = evaluate(model, eval_ids, teacher)
             print(f"step {step:5d}  {found}", flush=True)
             record = {
@@ -504,9 +468,6 @@ def train(arguments: argparse.Namespace) -> None:
                 "held_out_modules": list(HELD_OUT),
                 "steps": step + 1,
                 "planned_steps": arguments.steps,
-                **({"planned_minutes": arguments.minutes} if arguments.minutes else {}),
-                **({"start": arguments.start.name, "parameters_started": taken} if earlier else {}),
-                **({"steps_before": earlier["steps"]} if earlier else {}),
                 "tokens_per_step": arguments.tokens_per_step,
                 **({"learning_rate_factor": arguments.rate} if arguments.rate != 1 else {}),
                 "parameters": sum(p.numel() for _, p in model.named_parameters()),
@@ -514,15 +475,12 @@ def train(arguments: argparse.Namespace) -> None:
                 **found,
                 **({"teacher": arguments.teacher.name} if arguments.teacher else {}),
                 **({"windows_continued_by_teacher": arguments.continued} if teacher else {}),
-                **({"frozen": arguments.frozen, "soft": arguments.soft} if earlier else {}),
                 "torch": torch.__version__,
                 "threads": arguments.threads,
                 "machine": platform.machine(),
-                "seed": seed,
+                "seed": SEED,
             }
             export(model, tokenizer, held_out, record, arguments.out)
-        if ended:
-            break
     print("wrote", *(f"{p.name} {os.path.getsize(p):,}" for p in sorted(arguments.out.iterdir())))
 
 
@@ -532,13 +490,9 @@ def main() -> None:
     parser.add_argument("--architecture", choices=["llama", "qwen3_5"], default="llama")
     parser.add_argument("--size", choices=["base", "draft"], default="base")
     parser.add_argument("--teacher", type=Path, help="folder of the model that it is a draft of")
-    parser.add_argument("--start", type=Path, help="folder of an earlier run to resume from")
-    parser.add_argument("--frozen", action="store_true", help="keep the matrices of --start")
-    parser.add_argument("--soft", action="store_true", help="learn the teacher's probabilities")
     parser.add_argument("--continued", type=int, default=0, help="windows the teacher continues")
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--stop", type=int, help="end after N steps")
-    parser.add_argument("--minutes", type=float, help="plan the learning rate for this time")
     parser.add_argument("--tokens-per-step", type=int, default=6144)
     parser.add_argument("--rate", type=float, default=1.0, help="factor of the learning rates")
     parser.add_argument("--threads", type=int, default=2)
