@@ -191,9 +191,20 @@ def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(capsys.readouterr().out.splitlines()) == len(SECTIONS)
 
 
+NOT_ON_A_BARE_MACHINE = ("tokenizers", "safetensors", "jinja2", "tomli_w")
+"""Packages of the base install beside NumPy and Numba."""
+
+
 @pytest.mark.compiler
-def test_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Real sections on the emulated device."""
+def test_a_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real sections on the emulated device, on a machine with NumPy and Numba alone."""
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    for name in NOT_ON_A_BARE_MACHINE:
+        (hidden / f"{name}.py").write_text("raise ModuleNotFoundError(f'No module {__name__}')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(hidden), *filter(None, sys.path)]))
     chosen = ["facts", "arithmetic", "kernels", "gemv", "model_1.1b_q4_0", "tests", "sanitizer"]
     words = ["--out", str(tmp_path), "--emulator"]
     assert main([*words, "--sections", ",".join(chosen), "--budget", "900"]) == 0

@@ -6,6 +6,7 @@ import ctypes
 import json
 import re
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -511,6 +512,21 @@ def test_repeated_attention_is_selected_planned_and_uploaded_once(
         assert len(launches) == 3
         assert not uploads
         assert [cache.cache_info().misses for cache in caches] == before
+
+
+@pytest.mark.compiler
+def test_numba_cuda_is_imported_with_a_numpy_that_lacks_row_stack() -> None:
+    """NumPy 2.5 has removed it, numba-cuda 0.30 names it."""
+    code = (
+        "import numba.np.arrayobj, numpy as np\n"
+        "np.__dict__.pop('row_stack', None)\n"
+        "from nbflow_kernels.cuda import numba_cuda\n"
+        "numba_cuda.module()\n"
+        "import sys\n"
+        "assert 'numba.cuda.np.arrayobj' in sys.modules and not hasattr(np, 'row_stack')\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_includes_are_found_and_part_of_the_digest(folder: Path) -> None:

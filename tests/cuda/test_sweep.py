@@ -35,7 +35,7 @@ decode = 1
 [axes]
 weights = ["f32", "f16"]
 partition = ["0", "0;1"]
-batch = [9]
+batch = [1, 9]
 """
 
 
@@ -77,7 +77,7 @@ def on_one_kind(
 
 def test_memory_of_devices_is_the_plans(on_one_kind: Any) -> None:
     _, points = on_one_kind
-    assert len(points) == 4
+    assert len(points) == 8
     for point in points:
         assert point["vram_bytes"] == pytest.approx(point["plan_vram_bytes"], rel=0.02)
         for name in ("weight_bytes", "workspace_bytes"):
@@ -89,7 +89,7 @@ def test_memory_of_devices_is_the_plans(on_one_kind: Any) -> None:
         assert "emulator" in point["devices"]
         assert "no GPU" in point["devices"]
     ratios = [point["plan_step_bytes"] / point["step_bytes"] for point in points]
-    assert ratios == pytest.approx(4 * [1.0], abs=0.3)
+    assert ratios == pytest.approx(8 * [1.0], abs=0.3)
 
 
 def test_what_two_ranks_share_counts_once(on_one_kind: Any) -> None:

@@ -7,11 +7,15 @@ import importlib
 import importlib.util
 import os
 import re
+import sys
 import threading
 import types as python_types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
+
+import numpy as np
 
 from nbflow_kernels.compilation.numba_inlining import share_scopes
 from nbflow_kernels.cuda.detect import find_nvvm, installed_version, no_nvvm
@@ -53,10 +57,20 @@ def module() -> Any:
         If it cannot be imported: numba-cuda loads libraries of the CUDA toolkit meanwhile.
     """
     try:
-        return importlib.import_module("numba.cuda")
+        found = importlib.import_module("numba.cuda")
+        _import_array_functions()
+        return found
     except Exception as e:  # a library that is missing has an error of its finder's own
         reason = f"{type(e).__name__}: {e}".partition("\n")[0]
         raise MissingExtraError(f"numba.cuda does not import ({reason}): {INSTALL}") from e
+
+
+def _import_array_functions() -> None:
+    """Import a module of numba-cuda that names `np.row_stack`, which NumPy 2.5 has removed."""
+    name = "numba.cuda.np.arrayobj"
+    if name not in sys.modules and not hasattr(np, "row_stack"):
+        with mock.patch.object(np, "row_stack", np.vstack, create=True):
+            importlib.import_module(name)
 
 
 def _numba_cuda() -> Any:

@@ -10,6 +10,20 @@ __device__ inline unsigned ordered(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+// Count a digit of each thread of a warp that is `here`.  Scores mostly share their first digit, and
+// atomic additions to one address wait for each other: the warp adds up its first two digits.
+__device__ inline void count_digit(int* counts, bool here, int digit) {
+  unsigned left = __ballot_sync(~0u, here);
+  for (int i = 0; left && i < 2; i++) {
+    int chosen = __shfl_sync(~0u, digit, __ffs(left) - 1);
+    unsigned all = __ballot_sync(~0u, here && digit == chosen);
+    if ((threadIdx.x & 31) == __ffs(all) - 1) atomicAdd(&counts[chosen], __popc(all));
+    here = here && digit != chosen;
+    left &= ~all;
+  }
+  if (here) atomicAdd(&counts[digit], 1);
+}
+
 // Write the positions of the `top_k` largest of n > top_k scores to `row`, ascending; of equal scores the
 // first, or the last if `prefer_last`.  SELECT_THREADS threads.
 __device__ inline void select_largest(const float* scores, int n, int top_k, int prefer_last, int* row) {
@@ -21,9 +35,10 @@ __device__ inline void select_largest(const float* scores, int n, int top_k, int
   for (int shift = 24; shift >= 0; shift -= 8) {
     counts[lane] = 0;
     __syncthreads();
-    for (int s = lane; s < n; s += SELECT_THREADS) {
-      unsigned bits = ordered(scores[s]);
-      if ((bits & known) == least) atomicAdd(&counts[bits >> shift & 255], 1);
+    for (int first = 0; first < n; first += SELECT_THREADS) {
+      int s = first + lane;
+      unsigned bits = s < n ? ordered(scores[s]) : 0;
+      count_digit(counts, s < n && (bits & known) == least, bits >> shift & 255);
     }
     __syncthreads();
     if (lane == 0) {

@@ -25,8 +25,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from nbflow.checkpoint.dtypes import ITEM_BITS
 from nbflow.checkpoint.shards import open_checkpoint
 from nbflow.checkpoint.weight_file import TensorEntry, WeightFile, tensor_bytes
@@ -57,6 +55,8 @@ def open_file(path: Path) -> WeightFile:
 
 def _read_header(file: ByteFile) -> list[TensorEntry]:
     """Return the tensors of one file, in the order of their bytes."""
+    from safetensors import SafetensorError, safe_open  # late: other checkpoints do not need it
+
     entries = []
     try:
         with safe_open(file.path, framework="np") as header:
