@@ -121,7 +121,8 @@ def lane_sums(tile: FloatTile) -> Vector:
 
 def lane_magnitudes(tile: FloatTile) -> Vector:
     """Return the vector of the largest magnitudes of 16 vectors."""
-    return np.abs(tile.reshape(LANES, LANES)).max(axis=1)  # NaN if there is one
+    found: Vector = np.abs(tile.reshape(LANES, LANES)).max(axis=1)  # NaN if there is one
+    return found
 
 
 def add_pairs(total: Vector, a: Vector, b: Vector) -> Vector:
