@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Time the gated delta rule: prompts in chunks and steps, decode by format of the state.
+"""Time the gated delta rule and Mamba-2: prompts in chunks and steps, formats of the state.
 
     python tools/measure/recurrent.py results/recurrent/MACHINE.jsonl [--threads 1]
 
-One layer of Qwen3-Next.  The calls run in turn; a row has the medians of their wall time and of the
-thread's CPU time (of one thread only), the bytes that the call must read and write, and the rate at
-which one thread read memory in the same turns.
+One layer of Qwen3-Next, and one of Mamba-2 2.7B.  The calls run in turn; a row has the medians of
+their wall time and of the thread's CPU time (of one thread only), the bytes that the call must read
+and write, and the rate at which one thread read memory in the same turns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from nbflow_kernels.cpu.parallel_for import set_num_threads
 from nbflow_kernels.op_registry import all_cases
 from nbflow_kernels.testing import checks
 
-CASES = ("prefill", "prefill_steps", "decode_8", "decode_8_half", "decode_8_q8_0")
+CASES = {
+    **{
+        name: f"gated_delta_rule-qwen3_next_{name}"
+        for name in ("prefill", "prefill_steps", "decode_8", "decode_8_half", "decode_8_q8_0")
+    },
+    "mamba2_prefill": "mamba2_scan-mamba2_2_7b_prefill_512",
+    "mamba2_steps": "mamba2_scan-mamba2_2_7b_steps_31",
+}
 READ_FLOATS = 1 << 25
 
 
@@ -37,7 +44,7 @@ def main() -> None:
     set_num_threads(arguments.threads)
     facts = conditions()
     known = {case.id: case for case in all_cases()}
-    cases = [known[f"gated_delta_rule-qwen3_next_{name}"] for name in CASES]
+    cases = [known[name] for name in CASES.values()]
     inputs = [checks.make_inputs(case) for case in cases]
     floats, taken, rates = np.ones(READ_FLOATS, np.float32), [[] for _ in cases], []
     for case, given in zip(cases, inputs, strict=True):
@@ -60,6 +67,8 @@ def main() -> None:
         print(rows[-1], flush=True)
     steps = {row["case"]: row["cpu_ms"] for row in rows}
     rows.append({"case": "ratio", "steps_by_chunks": steps["prefill_steps"] / steps["prefill"]})
+    each = steps["mamba2_steps"] / 31, steps["mamba2_prefill"] / 512  # of a token
+    rows.append({"case": "mamba2_ratio", "steps_by_chunks": each[0] / each[1]})
     append(arguments.out, facts, rows)
 
 

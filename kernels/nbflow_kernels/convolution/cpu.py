@@ -21,6 +21,7 @@ from nbflow_kernels.cpu.simd_memory import (
 )
 from nbflow_kernels.cpu.simd_narrow import store_bf16
 from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
+from nbflow_kernels.cpu.simd_shuffle import join_columns, split_columns
 from nbflow_kernels.state_format import F16, F32, KINDS
 from nbflow_kernels.state_format.cpu import read_number, row_bytes, write_number
 
@@ -44,6 +45,14 @@ def causal_conv1d(x, weight, bias, state, indptr, state_indices, silu, out):
 @jit.device_function
 def _transpose(rows, kind, n_rows, n_columns, to):
     """Copy up to 16 rows of numbers to columns of 16 float32 at `to`."""
+    if kind == F32 and n_rows == 16 and 2 <= n_columns <= 4:
+        if n_columns == 2:
+            split_columns(rows, 2, to)
+        elif n_columns == 3:
+            split_columns(rows, 3, to)
+        else:
+            split_columns(rows, 4, to)
+        return
     for row in range(n_rows):
         for column in range(n_columns):
             at = rows + (row * n_columns + column) * row_bytes(kind, 1)
@@ -65,6 +74,16 @@ def _rounded(v, kind, narrow):
 @jit.device_function
 def _update_state(state, kind, history, x, x_bytes, n_tokens, n_kept, lanes, narrow):
     """Write the last `n_kept` inputs of a sequence, of which `n_tokens` are new, to its state."""
+    if kind == F32 and lanes == 16 and 2 <= n_kept <= 3:
+        for j in range(n_kept):  # rises: a later place of the history is not overwritten yet
+            t = n_tokens - n_kept + j
+            source = history + 64 * (t + n_kept) if t < 0 else x + t * x_bytes
+            simd.store_f32(history + 64 * j, simd.load_f32(source))
+        if n_kept == 2:
+            join_columns(history, 2, state)
+        else:
+            join_columns(history, 3, state)
+        return
     for j in range(n_kept):
         t = n_tokens - n_kept + j
         source = history + 64 * (t + n_kept) if t < 0 else x + t * x_bytes

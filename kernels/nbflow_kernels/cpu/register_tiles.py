@@ -30,6 +30,7 @@ Numba does not unroll loops over tuples, and a tile must stay in registers; so e
                                               lanes
 `step_first(tile, ..., token, n)`             the same with the first `n` of 16 columns
 `lane_sums(tile)`                             the sums of the lanes of 16 vectors, as one vector
+`lane_magnitudes(tile)`                       the largest magnitudes of 16 vectors, as one vector
 `add_pairs(total, a, b)`                      the products of a step on pairs, for vectors
 `load_widened(like, at)`                      16 weights in the lanes of a simd vector, float32
 `transpose(like, at, row_bytes, to)`          copy 16 rows x 16 columns, columns first
@@ -69,7 +70,12 @@ from nbflow_kernels.cpu.float16 import emit_narrow_bf16, emit_widen
 from nbflow_kernels.cpu.isa import features
 from nbflow_kernels.cpu.llvm import F32, I16, I32, I64, LANES
 from nbflow_kernels.cpu.simd import f32x16, i32x16
-from nbflow_kernels.cpu.simd_memory import emit_sums, first_lanes, masked_load
+from nbflow_kernels.cpu.simd_memory import (
+    emit_reductions,
+    emit_sums,
+    first_lanes,
+    masked_load,
+)
 
 intrinsic = functools.partial(interpreter.intrinsic, fallback="register_tiles")
 
@@ -398,6 +404,28 @@ def lane_sums(typing_context, tile):
 
     def codegen(context, builder, signature, args):
         return emit_sums(builder, [builder.extract_value(args[0], i) for i in range(LANES)])
+
+    return f32x16(tile), codegen
+
+
+@intrinsic
+def lane_magnitudes(typing_context, tile):
+    """Return the vector whose lane i is the largest magnitude in vector i of a tile of 16 vectors.
+
+    It is infinite or NaN exactly if the vector has such a lane.
+    """
+    if tile.n != LANES:
+        raise errors.TypingError(f"register_tiles.lane_magnitudes: wanted 16 vectors, got {tile}")
+
+    def codegen(context, builder, signature, args):
+        def larger(a, b):  # magnitudes have the order of their bits, NaN the last
+            return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+        kind, sign = llvm.vector(I32), llvm.constant(I32, [0x7FFFFFFF] * LANES)
+        lanes = [builder.extract_value(args[0], i) for i in range(LANES)]
+        bits = [builder.and_(builder.bitcast(v, kind), sign) for v in lanes]
+        found = emit_reductions(builder, larger, bits)
+        return builder.bitcast(found, f32x16.llvm)
 
     return f32x16(tile), codegen
 

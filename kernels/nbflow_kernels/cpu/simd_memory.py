@@ -291,7 +291,7 @@ def store_quarters(typing_context, addr, step, v):
     return types.none(addr, step, v), codegen
 
 
-def _fold(builder, a, b, width):
+def _fold(builder, join, a, b, width):
     """Halve the sums of `width` lanes in `a` and in `b`; those of `a` come first in each segment.
 
     A blend, which any vector port executes, and one shuffle: [a0, b1] + [a1, b0].  Two shuffles
@@ -300,7 +300,7 @@ def _fold(builder, a, b, width):
     half = width // 2
     blend = [lane if lane % width < half else lane + LANES for lane in range(LANES)]
     swap = [lane + half if lane % width < half else lane + LANES - half for lane in range(LANES)]
-    return builder.fadd(llvm.shuffle(builder, a, b, blend), llvm.shuffle(builder, a, b, swap))
+    return join(llvm.shuffle(builder, a, b, blend), llvm.shuffle(builder, a, b, swap))
 
 
 @intrinsic
@@ -315,11 +315,16 @@ def sum16(typing_context, v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12,
 
 def emit_sums(builder, vectors):
     """Emit the vector of the sums of 16 vectors."""
+    return emit_reductions(builder, builder.fadd, vectors)
+
+
+def emit_reductions(builder, join, vectors):
+    """Emit the vector of the reductions of 16 vectors by a function of two vectors."""
     values, width = list(vectors), LANES
     while len(values) > 1:
         half = len(values) // 2
         pairs = zip(values[:half], values[half:], strict=True)
-        values = [_fold(builder, a, b, width) for a, b in pairs]
+        values = [_fold(builder, join, a, b, width) for a, b in pairs]
         width //= 2
     return values[0]
 

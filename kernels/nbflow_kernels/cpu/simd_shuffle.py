@@ -5,6 +5,8 @@
 `twice_low(v)` / `twice_high(v)`      lanes 0, 0, 1, 1 ... 7, 7 (8, 8 ... 15, 15)
 `swap_pairs(v)`                       lanes 1, 0, 3, 2 ... 15, 14; float32 or int32
 `negate_evens(v)`                     lanes 0, 2, 4... with the other sign
+`split_columns(rows, k, to)`          copy 16 rows of `k` float32, a constant, column by column
+`join_columns(columns, k, to)`        the reverse
 `lookup(table, index)`                table[index] of int32, index below 16
 `emit_lookup16_f32(...)`              code of a lookup in 16 constants, for other intrinsics
 ====================================  =========================================================
@@ -17,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import errors
+from numba.core import errors, types
 
 from nbflow_kernels.cpu import interpreter, isa, llvm
 from nbflow_kernels.cpu.llvm import F32, I32, LANES
@@ -63,6 +65,35 @@ odds = _make_shuffle2("odds", list(range(1, 2 * LANES, 2)))
 twice_low = _make_shuffle1("twice_low", [i // 2 for i in range(LANES)])
 twice_high = _make_shuffle1("twice_high", [LANES // 2 + i // 2 for i in range(LANES)])
 swap_pairs = _make_shuffle1("swap_pairs", [i ^ 1 for i in range(LANES)])
+
+
+def _make_columns(name: str, joins: bool) -> Any:
+    def copy(typing_context, source, k, to):
+        if not isinstance(k, types.IntegerLiteral):
+            raise errors.TypingError(f"simd_shuffle.{name}: k must be a constant")
+        n = k.literal_value
+
+        def codegen(context, builder, signature, args):
+            source, target = (llvm.int64(context, builder, signature, args, i) for i in (0, 2))
+            wide = llvm.load(builder, source, llvm.vector(F32, n * LANES))
+            for first in range(0, n * LANES, LANES):
+                lanes = range(first, first + LANES)
+                if joins:  # number i of the rows is in row i // n, column i % n
+                    order = [i % n * LANES + i // n for i in lanes]
+                else:
+                    order = [i % LANES * n + i // LANES for i in lanes]
+                part = llvm.shuffle(builder, wide, wide, order)
+                llvm.store(builder, part, llvm.offset(builder, target, 4 * first))
+            return context.get_dummy_value()
+
+        return types.none(source, k, to), codegen
+
+    copy.__name__ = name
+    return intrinsic(copy)
+
+
+split_columns = _make_columns("split_columns", False)
+join_columns = _make_columns("join_columns", True)
 
 
 @intrinsic

@@ -44,8 +44,8 @@ from nbflow_kernels.cpu.simd_memory import (
 )
 from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
 from nbflow_kernels.delta_rule.cpu_state import copy_from_strips, copy_to_strips
-from nbflow_kernels.state_format import F32, KINDS
-from nbflow_kernels.state_format.cpu import load, row_bytes, store
+from nbflow_kernels.state_format import F32, KINDS, Q8_0
+from nbflow_kernels.state_format.cpu import block_offset, load, row_bytes, store, store_blocks
 
 CHUNK = 8
 """Tokens of the chunked form: with 16, its triangular part costs more than the loads it saves."""
@@ -253,7 +253,7 @@ def _narrow_step(
 ):  # fmt: skip
     """Compute one token for 32 columns of a state that is not float32, and round them.
 
-    The operations are those of `_step`; `strip` has room for the columns in float32.
+    The operations are those of `_step`; `strip` has room for the columns in float32, `narrow` 1 KB.
     """
     n_bytes, row_size, lanes = -(-Dk // 16) * 64, row_bytes(kind, Dv), end - column
     k0 = k1 = q0 = q1 = second = simd.splat(0.0)
@@ -279,7 +279,15 @@ def _narrow_step(
         a, k = simd.splat(read_f32(decay + 4 * i)), simd.splat(read_f32(key + 4 * i))
         first = simd.fma(u0, k, simd.mul(simd.load_f32(strip + 128 * i), a))
         second = simd.fma(u1, k, simd.mul(simd.load_f32(strip + 128 * i + 64), a))
-        store(stored + i * row_size, kind, column, end, first, second, narrow)
+        if kind == Q8_0:
+            simd.store_f32(strip + 128 * i, first)
+            simd.store_f32(strip + 128 * i + 64, second)
+        else:
+            store(stored + i * row_size, kind, column, end, first, second, narrow)
+    if kind == Q8_0:
+        for i in range(0, Dk, 16):
+            at = stored + i * row_size + block_offset(column)
+            store_blocks(at, row_size, min(16, Dk - i), lanes, strip + 128 * i, narrow)
 
 
 @jit.kernel

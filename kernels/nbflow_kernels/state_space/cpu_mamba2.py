@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels.cpu import jit, simd, simd_memory
+from nbflow_kernels.cpu import jit, register_tiles, simd, simd_memory
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_math import keep_nan, softplus
 from nbflow_kernels.cpu.simd_memory import address_of, load_first, read_f32, read_i32, write_f32
 from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
-from nbflow_kernels.state_format import F32, KINDS
-from nbflow_kernels.state_format.cpu import decode_rows, encode_rows, load, row_bytes, store
+from nbflow_kernels.state_format import F32, KINDS, Q8_0
+from nbflow_kernels.state_format.cpu import (
+    block_offset,
+    decode_rows,
+    encode_rows,
+    load,
+    load_block,
+    row_bytes,
+    store,
+    store_blocks,
+)
 from nbflow_kernels.state_space import cpu_chunks
-from nbflow_kernels.state_space.cpu_chunks import CHUNK, LANES, STATE, TRANSPOSED, WEIGHT
+from nbflow_kernels.state_space.cpu_chunks import (
+    AFTER,
+    BEFORE,
+    CHUNK,
+    LANES,
+    STATE,
+    TRANSPOSED,
+    WEIGHT,
+)
 
+TOTALS = cpu_chunks.PRODUCT
+"""Scratch memory of steps, in that of the intra-chunk product: 16 sums, ..."""
+NUMBERS = TOTALS + 1024
+"""... 16 rows of 32 numbers ..."""
+BLOCKS = NUMBERS + 2048
+"""... and 1 KB for `store_blocks`."""
 LIKE = np.zeros(1, np.float32)
 """Type of the numbers in register tiles, and the value of what is not given."""
 
@@ -113,20 +136,48 @@ def _row(row, N, decay, added, b, c):
 
 
 @jit.device_function
-def _narrow_row(row, kind, N, decay, added, b, c, narrow):
-    """Update and round a row of a state that is not float32, with the operations of `_row`."""
-    total = simd.splat(0.0)
+def _narrow_rows(rows, kind, n_rows, N, decay, added, b, c, totals, scratch):
+    """Update and round up to 16 rows of a state that is not float32, with the operations of `_row`.
+
+    Columns go in blocks of 32, of which q8_0 stores all rows together.
+    """
+    size, numbers, narrow = row_bytes(kind, N), scratch + NUMBERS, scratch + BLOCKS
+    for r in range(n_rows):
+        simd.store_f32(totals + 64 * r, simd.splat(0.0))
     for i in range(0, N, 32):
-        v = simd.mul(added, load_up_to(b + 4 * i, N - i))
-        v = simd.fma(decay, load(row, kind, i, N, narrow), v)
-        total = simd.fma(v, load_up_to(c + 4 * i, N - i), total)
-        w, left = simd.splat(0.0), N - i - 16
+        left = N - i - 16
+        b0, b1 = load_up_to(b + 4 * i, N - i), simd.splat(0.0)
+        c0, c1 = load_up_to(c + 4 * i, N - i), simd.splat(0.0)
         if left > 0:
-            w = simd.mul(added, load_up_to(b + 4 * i + 64, left))
-            w = simd.fma(decay, load(row, kind, i + 16, N, narrow), w)
-            total = simd.fma(w, load_up_to(c + 4 * i + 64, left), total)
-        store(row, kind, i, N, v, w, narrow)
-    return total
+            b1, c1 = load_up_to(b + 4 * i + 64, left), load_up_to(c + 4 * i + 64, left)
+        if kind == Q8_0 and left >= 16:
+            blocks = rows + block_offset(i)
+            for r in range(n_rows):
+                factor = simd.splat(read_f32(added + 4 * r))
+                v, w = load_block(blocks + r * size)
+                v = simd.fma(decay, v, simd.mul(factor, b0))
+                w = simd.fma(decay, w, simd.mul(factor, b1))
+                total = simd.fma(w, c1, simd.fma(v, c0, simd.load_f32(totals + 64 * r)))
+                simd.store_f32(totals + 64 * r, total)
+                simd.store_f32(numbers + 128 * r, v)
+                simd.store_f32(numbers + 128 * r + 64, w)
+            store_blocks(blocks, size, n_rows, 32, numbers, narrow)
+            continue
+        for r in range(n_rows):
+            row, factor, w = rows + r * size, simd.splat(read_f32(added + 4 * r)), simd.splat(0.0)
+            v = simd.fma(decay, load(row, kind, i, N, narrow), simd.mul(factor, b0))
+            total = simd.fma(v, c0, simd.load_f32(totals + 64 * r))
+            if left > 0:
+                w = simd.fma(decay, load(row, kind, i + 16, N, narrow), simd.mul(factor, b1))
+                total = simd.fma(w, c1, total)
+            simd.store_f32(totals + 64 * r, total)
+            if kind == Q8_0:
+                simd.store_f32(numbers + 128 * r, v)
+                simd.store_f32(numbers + 128 * r + 64, w)
+            else:
+                store(row, kind, i, N, v, w, narrow)
+        if kind == Q8_0:
+            store_blocks(rows + block_offset(i), size, n_rows, N - i, numbers, narrow)
 
 
 @jit.device_function
@@ -134,21 +185,28 @@ def _steps(
     x, x_bytes, weights, n, log_decay, b, b_bytes, c, c_bytes, state, kind, P, N, skip, scratch,
     out, out_bytes
 ):  # fmt: skip
-    """Compute `n` tokens one after the other, row by row of the state (P, N)."""
-    narrow = scratch + TRANSPOSED
-    for p in range(P):
-        row = state + p * row_bytes(kind, N)
+    """Compute `n` tokens one after the other, 16 rows of the state (P, N) at a time."""
+    totals, decays, added = scratch + TOTALS, scratch + BEFORE, scratch + AFTER
+    for i in range(0, 4 * n, 64):
+        logs = simd.mul(simd.splat(log_decay), simd.load_f32(weights + i))
+        simd.store_f32(decays + i, cpu_chunks.decay_factor(logs))
+    for p in range(0, P, 16):
+        rows, n_rows = state + p * row_bytes(kind, N), min(16, P - p)
         for t in range(n):
-            weight = read_f32(weights + 4 * t)
-            value = read_f32(x + t * x_bytes + 4 * p)
-            decay = cpu_chunks.decay_factor(simd.splat(log_decay * weight))
-            added, b_at, c_at = simd.splat(weight * value), b + t * b_bytes, c + t * c_bytes
+            decay = simd.splat(read_f32(decays + 4 * t))
+            values = load_up_to(x + t * x_bytes + 4 * p, n_rows)
+            simd.store_f32(added, simd.mul(simd.splat(read_f32(weights + 4 * t)), values))
+            b_at, c_at = b + t * b_bytes, c + t * c_bytes
             if kind == F32:
-                total = _row(row, N, decay, added, b_at, c_at)
+                for r in range(n_rows):
+                    factor = simd.splat(read_f32(added + 4 * r))
+                    total = _row(rows + 4 * r * N, N, decay, factor, b_at, c_at)
+                    simd.store_f32(totals + 64 * r, total)
             else:
-                total = _narrow_row(row, kind, N, decay, added, b_at, c_at, narrow)
-            y = simd.fma(simd.splat(skip), simd.splat(value), simd.splat(simd.sum(total)))
-            write_f32(out + t * out_bytes + 4 * p, simd.max(y))  # 16 equal lanes
+                _narrow_rows(rows, kind, n_rows, N, decay, added, b_at, c_at, totals, scratch)
+            sums = register_tiles.lane_sums(register_tiles.load(1, 16, totals))
+            y = simd.fma(simd.splat(skip), values, sums)
+            store_up_to(out + t * out_bytes + 4 * p, n_rows, y)
 
 
 @jit.device_function

@@ -214,6 +214,7 @@ def use_tiles(f, i, b, out, singles, halves, brains, pairs):  # type: ignore[no-
     rows = register_tiles.step_first(rows, singles, f + 400, 68, f + 644, 64, 11)
     rows = register_tiles.step_first(rows, brains, b + 192, 34, f + 652, 64, 5)
     simd.store_f32(out + 3200, register_tiles.lane_sums(rows))
+    simd.store_f32(out + 4032, register_tiles.lane_magnitudes(rows))
     both = simd.load_i32(b + 192), simd.load_i32(b + 256)
     simd.store_f32(out + 3264, register_tiles.add_pairs(simd.load_f32(f + 640), both[0], both[1]))
     left = register_tiles.scale(register_tiles.load_strided(1, 2, f + 640, 128), f + 1000, 4)
@@ -238,6 +239,9 @@ def use_shuffle(f, i, b, out):  # type: ignore[no-untyped-def]
     simd.store_f32(out + 320, simd_shuffle.negate_evens(x))
     index = simd.and_(simd.load_i32(i), simd.splat_i32(15))
     simd.store_i32(out + 384, simd_shuffle.lookup(simd.load_i32(i + 64), index))
+    simd_shuffle.split_columns(f, 3, out + 448)
+    simd_shuffle.join_columns(f, 3, out + 640)
+    simd_shuffle.split_columns(out + 640, 3, out + 832)
 
 
 @jit.kernel

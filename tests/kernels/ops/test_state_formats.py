@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 import nbflow_kernels as nk
+from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.state_format import (
+    Q8_0,
     STATE_FORMATS,
+    cpu,
     decode_state,
     encode_state,
     round_state,
@@ -163,3 +166,34 @@ def test_names_and_sizes() -> None:
     assert [state_bytes((2, 64), f) for f in STATE_FORMATS] == [512, 256, 256, 136]
     with pytest.raises(UsageError, match=r"unknown state 'q4_0'.*q8_0"):
         state_dtype("q4_0")
+
+
+@jit.kernel
+def _both_stores(x, n, together, one_by_one, scratch, start, stop):  # type: ignore[no-untyped-def]
+    """Store the first `n` of 32 columns of 16 rows as blocks of q8_0, in both ways."""
+    step, narrow = together.shape[1], simd.address(scratch)
+    cpu.store_blocks(simd.address(together), step, 16, n, simd.address(x), narrow)
+    for row in range(16):
+        at = simd.address(x) + 128 * row
+        cpu.store(
+            simd.address(one_by_one) + step * row, Q8_0, 0, n, simd.load_f32(at),
+            simd.load_f32(at + 64), narrow,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [32, 20])
+def test_blocks_stored_together_have_the_bits_of_single_ones(n: int) -> None:
+    """The quotients are products there: the middles between two codes have to round alike."""
+    rng = np.random.default_rng(n)
+    x, scratch = np.zeros((16, 32), np.float32), np.zeros(1024, np.uint8)
+    found = np.zeros((2, 16, 40), np.uint8)
+    for size in (1.0, 1e-30, 3e-8, 1e-5, 1e5, 1e7, 1e30):
+        for _ in range(300):
+            x[:, :n] = rng.standard_normal((16, n)) * size
+            with np.errstate(over="ignore"):  # an infinite scale
+                scale = (np.abs(x).max(axis=1) / 127).astype(np.float16).astype(np.float32)
+            middles = (rng.integers(-127, 127, (16, 10)) + np.float32(0.5)) * scale[:, None]
+            x[:, 5:15] = middles * rng.choice(np.float32([1, 1 - 2**-23, 1 + 2**-23]), (16, 10))
+            x[0], x[1, 3], x[2, 4] = 0.0, np.nan, np.inf
+            _both_stores(x, n, *found, scratch, 0, 1)
+            np.testing.assert_array_equal(found[0], found[1])

@@ -119,6 +119,12 @@ def lane_sums(tile: FloatTile) -> Vector:
     return np.array([simd.sum(v) for v in tile.reshape(LANES, LANES)], np.float32)
 
 
+def lane_magnitudes(tile: FloatTile) -> Vector:
+    """Return the vector of the largest magnitudes of 16 vectors."""
+    found: Vector = np.abs(tile.reshape(LANES, LANES)).max(axis=1)  # NaN if there is one
+    return found
+
+
 def add_pairs(total: Vector, a: Vector, b: Vector) -> Vector:
     """Return `total` plus the two products of each lane, the odd column first."""
     x, y = (bf16_to_f32(v.view(np.uint16)) for v in (a, b))

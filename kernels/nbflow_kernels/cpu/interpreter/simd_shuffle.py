@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.cpu.interpreter.memory import LANES
+from nbflow_kernels.cpu.interpreter.memory import LANES, read, write
 
 Vector = NDArray[Any]
 
@@ -35,6 +35,16 @@ def twice_high(v: Vector) -> Vector:
 def swap_pairs(v: Vector) -> Vector:
     """Return lanes 1, 0, 3, 2 ... 15, 14."""
     return v.reshape(-1, 2)[:, ::-1].reshape(LANES)
+
+
+def split_columns(rows: Any, k: int, to: Any) -> None:
+    """Copy 16 rows of `k` float32 column by column."""
+    write(to, read(rows, np.float32, LANES * k).reshape(LANES, k).T.ravel())
+
+
+def join_columns(columns: Any, k: int, to: Any) -> None:
+    """Copy `k` columns of 16 float32 row by row."""
+    write(to, read(columns, np.float32, LANES * k).reshape(k, LANES).T.ravel())
 
 
 def negate_evens(v: Vector) -> Vector:
