@@ -56,7 +56,8 @@ def is_quantized(name: str, shape: Sequence[int]) -> bool:
     """Return True if the weight format applies to the tensor with our name `name`."""
     kept = (
         "router.weight", "shared_gate.weight", "attn.k_b.weight", "attn.v_b.weight",
-        "streams.predict.weight", "streams.correct.weight",
+        "streams.predict.weight", "streams.correct.weight", "retrieval.down.weight",
+        "retrieval.up.weight",
     )  # fmt: skip
     return is_matrix(name, shape) and name.startswith("layers.") and not name.endswith(kept)
 
