@@ -73,7 +73,7 @@ def weight_bytes(
         if op.bias:
             sizes["bias", index] = n * FLOAT32_BYTES * sum(_n_weights(program, b) for b in op.bias)
         if op.kind == "embedding" and op.weights not in multiplied:
-            n_bytes = _table(program, model, op)
+            n_bytes = _table(program, model, op, on_device)
             tables += 0 if (op.weights or index) in sizes else n_bytes
             sizes[op.weights or index] = n_bytes
             continue
@@ -193,12 +193,14 @@ def _converted(model: PlannedModel, operand: Operand) -> str | None:
     return None if formats is None else formats.of(operand.name, model.spec.shape_of(operand.name))
 
 
-def _table(program: Program, model: PlannedModel, op: Op) -> int:
+def _table(program: Program, model: PlannedModel, op: Op, on_device: bool) -> int:
     """Return the bytes of an embedding table; one without weights is computed (sinusoidal)."""
     spec = program.spec
     if not op.weights:
         return FLOAT32_BYTES * spec.max_context * spec.hidden_size
     format, (n_rows, n_columns) = _concatenated(program, model, op.weights)
+    if nk.FORMATS[format].block_size > 1 and not on_device:  # rows of the products' layout
+        return layout_bytes(format, n_rows, n_columns, on_device)
     return storage_bytes(format, n_rows, n_columns)
 
 

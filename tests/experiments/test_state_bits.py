@@ -21,7 +21,7 @@ FILE = Path(__file__).parents[2] / "experiments" / "sweeps" / "state_bits.toml"
 def test_points() -> None:
     points = [p.config for p in make_points(load_sweep(FILE))]
     whole = [p for p in points if "=" not in str(p["weights"])]
-    assert len(points) == len(whole) + 12 == 28
+    assert len(points) == len(whole) + 16 == 32
     assert {p["state"] for p in whole} == {"f32", "f16", "bf16", "q8_0"}
 
 

@@ -10,7 +10,8 @@ from nbflow_experiments.store.results_reader import Row
 from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.state_format import state_bytes
 
-KINDS = {"*.delta.*": "recurrent", "*.attn.*": "attention", "*.ffn.*": "feed-forward"}
+KINDS = {"*.delta.*": "recurrent", "*.attn.*": "attention", "*.ffn.*": "feed-forward",
+         "embed.*": "embedding and head"}  # fmt: skip
 
 
 def state_bits() -> str:
