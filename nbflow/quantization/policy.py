@@ -14,8 +14,8 @@ the first match decides, and matrices without a match keep their stored format::
     "*.ffn.down.weight" = "q6"
     "*" = "q3h"
 
-The token embedding, per-layer embeddings and the head follow patterns that begin with their names, no
-others: ``"embed.weight" = "q8_0"``, ``"head.*" = "q6"``, ``"layer_embed.weight" = "q4_0"``.
+The token embedding, per-layer embeddings and the head follow patterns that begin with their names
+and no others: ``"embed.weight" = "q8_0"``, ``"head.*" = "q6"``, ``"layer_embed.weight" = "q4_0"``.
 
 Text with patterns does without a file: ``"*.ffn.*=q4;*.attn.*=q8"``.
 
