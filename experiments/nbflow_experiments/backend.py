@@ -134,12 +134,17 @@ def check_kv(kv: str) -> None:
 
 
 @functools.cache
-def model_bytes(model: str, weights: str, outliers: float, kv: str) -> tuple[int, int]:
-    """Return the bytes of a model's weights, and of its KV cache per token (the planner's)."""
+def model_bytes(
+    model: str, weights: str, outliers: float, kv: str, state: str
+) -> tuple[int, int, int]:
+    """Return the planner's bytes of a model.
+
+    They are those of its weights, of its KV cache per token, and of its states per sequence.
+    """
     from nbflow.planner import planned_model
     from nbflow.planner.memory import model_bytes as planned_bytes
 
-    return planned_bytes(planned_model(model, weights), kv, outliers)
+    return planned_bytes(planned_model(model, weights).with_state_format(state), kv, outliers)
 
 
 def plan_memory(config: Mapping[str, Any], partition: str) -> MemoryPlan:

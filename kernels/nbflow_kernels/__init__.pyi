@@ -28,6 +28,7 @@ from nbflow_kernels.penalties import *
 from nbflow_kernels.plugins import load_plugin as load_plugin
 from nbflow_kernels.plugins import loaded_plugins as loaded_plugins
 from nbflow_kernels.position import *
+from nbflow_kernels.product_keys import *
 from nbflow_kernels.quantized_matmul import qmatmul as qmatmul
 from nbflow_kernels.quantizers import quantize as quantize
 from nbflow_kernels.row_statistics import *

@@ -62,6 +62,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "delta_rule": ("gated_delta_rule",),
     "gating": ("gated_product", "log_decay", "extend_heads"),
     "hadamard": ("hadamard_transform",),
+    "product_keys": ("gathered_dot", "product_key_routing"),
     "row_statistics": ("match_rms", "row_moments", "gaussian_topk"),
     "state_space": ("mamba1_scan", "mamba2_scan"),
     "linear_attention": ("lightning_attention",),

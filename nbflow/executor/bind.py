@@ -22,6 +22,7 @@ from nbflow.executor.executor import Executor
 from nbflow.executor.expert_bias import expert_biases, moe_arguments
 from nbflow.executor.matmul_op import MatmulOp
 from nbflow.executor.plugin_ops import plugin_call
+from nbflow.executor.retrieval import retrieval_launch
 from nbflow.executor.sparse_attention import SparseAttention, append_index, select_keys
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.storage import LAYOUT
@@ -260,7 +261,7 @@ class Binder:
         first, n, x = op.attrs["first"], len(rate), self._heads(op.inputs[0])
         out = self.view(op.out).reshape(len(x), n, -1)
         numbers = self.view(op.inputs[1])[:, first : first + n]
-        zeros = self._constant(np.zeros(n, np.float32))
+        zeros = self.constant(np.zeros(n, np.float32))
 
         def launch() -> None:
             kernels.log_decay(numbers, rate, zeros, numbers)
@@ -270,7 +271,7 @@ class Binder:
 
     def _extend_queries(self, op: Op, index: int) -> BoundOp:
         x = self._heads(op.inputs[0])
-        numbers = self._constant(np.full(x.shape[:2], op.attrs["number"], np.float32))
+        numbers = self.constant(np.full(x.shape[:2], op.attrs["number"], np.float32))
         extend, out = self._kernels("gating").extend_heads, self.view(op.out)
         return self._captured(op, extend, x, numbers, False, out.reshape(*x.shape[:2], -1))
 
@@ -453,17 +454,17 @@ class Binder:
 
         return PythonOp(op.kind, call)
 
+    def _retrieve(self, op: Op, index: int) -> BoundOp:
+        return self._captured(op, retrieval_launch(self, op, index))
+
     def _plugin(self, op: Op, index: int) -> BoundOp:
         x, out = self.view(op.inputs[0]), self.view(op.out)
         operands = self.executor.weights.operands[index]
-        call = plugin_call(op, x, operands, self.executor, self.arrays, out)
-        return PythonOp(op.kind, call)
+        return PythonOp(op.kind, plugin_call(op, x, operands, self.executor, self.arrays, out))
 
     def _scale_rows(self, op: Op, index: int) -> BoundOp:
-        kernels = self._kernels("moe")
-        (gate,) = self.executor.weights.operands[index]
-        x, out = self.view(op.inputs[0]), self.view(op.out)
-        return self._captured(op, kernels.scale_rows, x, gate, out)
+        (gate,), x = self.executor.weights.operands[index], self.view(op.inputs[0])
+        return self._captured(op, self._kernels("moe").scale_rows, x, gate, self.view(op.out))
 
     def _add(self, op: Op, index: int) -> BoundOp:
         x, out = self.view(op.inputs[0]), self.view(op.out)
@@ -480,8 +481,8 @@ class Binder:
 
     def _match_rms(self, op: Op, index: int) -> BoundOp:
         (x, like), out = (self.view(name) for name in op.inputs), self.view(op.out)
-        match_rms = self._kernels("row_statistics").match_rms
-        return self._captured(op, match_rms, x, like, op.attrs["least"], out)
+        scaled = self._kernels("row_statistics").match_rms
+        return self._captured(op, scaled, x, like, op.attrs["least"], out)
 
     def _mix(self, op: Op, index: int) -> BoundOp:
         width, out = op.attrs["width"], self.view(op.out)
@@ -489,10 +490,10 @@ class Binder:
         n_tokens, n_out, n_in = len(out), out.shape[1] // width, source.shape[1] // width
         streams, result = source.reshape(-1, width), out.reshape(-1, width)
         first = np.arange(n_tokens, dtype=np.int32).repeat(n_out)[:, None] * np.int32(n_in)
-        rows = self._constant(first + np.arange(n_in, dtype=np.int32))
+        rows = self.constant(first + np.arange(n_in, dtype=np.int32))
         factors, combine = weights.reshape(-1, n_in), self._kernels("moe").combine
         offset = op.attrs.get("offset", 0.0)
-        same = self._constant(np.full(rows.shape, offset, np.float32)) if offset else None
+        same = self.constant(np.full(rows.shape, offset, np.float32)) if offset else None
 
         def launch() -> None:
             combine(streams, factors, rows, True, result)
@@ -501,7 +502,7 @@ class Binder:
 
         return self._captured(op, launch)
 
-    def _constant(self, array: np.ndarray) -> Any:
+    def constant(self, array: np.ndarray) -> Any:
         """Return an array that bound calls hold, in the memory of the kernels."""
         return self._to_device(array)
 

@@ -126,7 +126,7 @@ class CudaBinder(Binder):
         rows, out = getattr(self.arrays, op.attrs.get("index", "ids")), self.view(op.out)
         kernels, scale = self._kernels("embedding"), op.attrs.get("scale", 1.0)
         if "rows" in op.attrs:
-            known = self._constant(np.zeros(len(rows), np.int32))
+            known = self.constant(np.zeros(len(rows), np.int32))
             look_up = self._look_up_known(op, rows, table, known, out)
             return PythonOp(op.kind, look_up, is_fixed=True)
         if "first_row" not in op.attrs:
@@ -231,7 +231,7 @@ class CudaBinder(Binder):
         self.scratch += runner.constants
 
         factors = None if bias.scale is None else bias.scale.reshape(-1, 1)
-        of_pairs = self._constant(np.zeros((len(x) * spec.top_k, 1), np.float32))
+        of_pairs = self.constant(np.zeros((len(x) * spec.top_k, 1), np.float32))
 
         def call() -> None:
             scores, chosen = nk.moe_routing(router, correction_bias=bias.choice, **options)
@@ -257,7 +257,8 @@ class CudaBinder(Binder):
             self.scratch += found
         return self._scales[n, scale]
 
-    def _constant(self, array: np.ndarray) -> Any:
+    def constant(self, array: np.ndarray) -> Any:
+        """See `Binder.constant`."""
         self.scratch.append(self._to_device(array))
         return self.scratch[-1]
 

@@ -38,6 +38,7 @@ from nbflow_kernels.logits import reference as logits
 from nbflow_kernels.moe import reference as moe
 from nbflow_kernels.norm import reference as norm
 from nbflow_kernels.position import reference as position
+from nbflow_kernels.product_keys import reference as product_keys
 from nbflow_kernels.row_statistics import reference as row_statistics
 from nbflow_kernels.state_space import reference as state_space
 
@@ -431,6 +432,16 @@ class ReferenceExecutor:
             weights = weights * bias.scale[chosen]
         arguments = moe_arguments(op, self._operands[index], bias)
         return moe.fused_moe(x, topk_weights=weights, topk_ids=chosen, **arguments)
+
+    def _retrieve(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        (x, scores), (down, up) = (values[name] for name in op.inputs), self._operands[index]
+        first, end = op.attrs["experts"]
+        weights, chosen = product_keys.product_key_routing(
+            scores, op.attrs["top_k"], first=first, n_experts=end - first
+        )
+        dots = product_keys.gathered_dot(x, down, chosen)
+        factors = weights * getattr(activation, op.attrs["activation"])(dots) * (chosen >= 0)
+        return np.asarray(np.einsum("tr,tre->te", factors, up[chosen].astype(np.float64)))
 
     def _scale_rows(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         gate = values[op.inputs[0]] @ self._operands[index][0].reshape(-1)

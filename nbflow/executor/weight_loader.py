@@ -200,7 +200,7 @@ class WeightLoader:
             return tuple(self._once(run, read) for run in runs)
         if op.kind == "conv":
             return tuple(self._once((w,), self._taps) for w in op.weights)
-        if op.kind == "plugin":
+        if op.kind in ("plugin", "retrieve"):
             return tuple(self._once((w,), self._array) for w in op.weights)
         vectors = tuple(self._once((w,), self._vector) for w in op.weights)
         if op.kind in ("log_decay", "mamba1", "mamba2"):  # A_log becomes the rate

@@ -14,7 +14,7 @@ from itertools import groupby
 import nbflow_kernels as nk
 from nbflow.planner.planned_model import PlannedModel
 from nbflow.program import build, build_cross_kv, fuse
-from nbflow.program.cost import FLOAT32_BYTES, kv_token_bytes, workspace_bytes
+from nbflow.program.cost import FLOAT32_BYTES, kv_token_bytes, state_row_bytes, workspace_bytes
 from nbflow.program.records import Op, Operand, Program
 from nbflow.spec.architecture import RopeSpec
 from nbflow_kernels.formats.memory_size import layout_bytes, storage_bytes
@@ -75,7 +75,7 @@ def weight_bytes(
         if op.bias:
             sizes["bias", index] = n * FLOAT32_BYTES * sum(_n_weights(program, b) for b in op.bias)
         if op.kind == "embedding" and op.weights not in multiplied:
-            n_bytes = _table(program, model, op)
+            n_bytes = _table(program, model, op, on_device)
             tables += 0 if (op.weights or index) in sizes else n_bytes
             sizes[op.weights or index] = n_bytes
             continue
@@ -90,16 +90,17 @@ def weight_bytes(
     return WeightBytes(sum(sizes.values()), tables)
 
 
-def model_bytes(model: PlannedModel, kv: str, outliers: float = 0.0) -> tuple[int, int]:
-    """Return the bytes of a whole model's weights, and of its KV cache per token, on one CPU rank.
+def model_bytes(model: PlannedModel, kv: str, outliers: float = 0.0) -> tuple[int, int, int]:
+    """Return the bytes of a whole model on one CPU rank.
 
-    Recurrent states have `nbflow.program.cost.state_row_bytes` per sequence.
+    These are the bytes of its weights, of its KV cache per token, and of its recurrent states per
+    sequence.
 
     Examples
     --------
     >>> from nbflow.planner import planned_model
-    >>> model_bytes(planned_model("llama2_7b", "q4"), "f16")[1]
-    524288
+    >>> model_bytes(planned_model("llama2_7b", "q4"), "f16")[1:]
+    (524288, 0)
     """
     program = build(model.spec)
     programs = [(program, model)]
@@ -109,7 +110,7 @@ def model_bytes(model: PlannedModel, kv: str, outliers: float = 0.0) -> tuple[in
             (build_cross_kv(model.spec), model),
         ]
     weights = sum(weight_bytes(fuse(p), m, False, outliers).n_bytes for p, m in programs)
-    return weights, kv_token_bytes(program, kv)
+    return weights, kv_token_bytes(program, kv), state_row_bytes(program)
 
 
 def buffer_bytes(
@@ -205,12 +206,14 @@ def _converted(model: PlannedModel, operand: Operand) -> str | None:
     return None if formats is None else formats.of(operand.name, model.spec.shape_of(operand.name))
 
 
-def _table(program: Program, model: PlannedModel, op: Op) -> int:
+def _table(program: Program, model: PlannedModel, op: Op, on_device: bool) -> int:
     """Return the bytes of an embedding table; one without weights is computed (sinusoidal)."""
     spec = program.spec
     if not op.weights:
         return FLOAT32_BYTES * spec.max_context * spec.hidden_size
     format, (n_rows, n_columns) = concatenated(program, model, op.weights)
+    if nk.FORMATS[format].block_size > 1 and not on_device:  # rows of the products' layout
+        return layout_bytes(format, n_rows, n_columns, on_device)
     return storage_bytes(format, n_rows, n_columns)
 
 

@@ -123,6 +123,8 @@ def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
         buffers |= {name: buffers[name.rstrip(digits)] for name in qkv_names(spec, i)}
     for size in {spec.ffn_size(i) for i in range(spec.n_layers)}:
         buffers |= {ffn_name(spec, name, size): Buffer(size) for name in ("gate", "up", "f")}
+    if spec.retrieved_experts:
+        buffers |= {"rk": Buffer(2 * spec.retrieval_keys), "ro": Buffer(E)}
     if spec.activation_sparsity:
         buffers["gm"] = Buffer(2)
     used = {name for op in ops for name in (op.out, *op.inputs)}
@@ -449,7 +451,24 @@ def _dense(spec: ModelSpec, i: int, source: str) -> list[Op]:
         names = XIELU if spec.activation == "xielu" else ()
         numbers = tuple(Operand(f"layers.{i}.{name}.weight") for name in names)
         ops.append(Op("activation", f, (up,), numbers, layer=i, attrs=attrs))
-    return [*ops, linear(spec, i, "ffn.down", f, "o")]
+    return [*ops, linear(spec, i, "ffn.down", f, "o"), *_retrieval(spec, i, source)]
+
+
+def _retrieval(spec: ModelSpec, i: int, source: str) -> list[Op]:
+    """Return experts of one row each, whose weighted sum is added to o."""
+    if not spec.retrieved_experts:
+        return []
+    tables = tuple(Operand(f"layers.{i}.retrieval.{name}.weight") for name in ("down", "up"))
+    attrs = {
+        "top_k": spec.retrieved_per_token,
+        "activation": spec.activation_name,
+        "experts": (0, spec.retrieved_experts),
+    }
+    return [
+        linear(spec, i, "retrieval.router", source, "rk"),
+        Op("retrieve", "ro", (source, "rk"), tables, layer=i, attrs=attrs),
+        add(spec, "o", "ro", i),
+    ]
 
 
 def _sparsity(spec: ModelSpec, i: int, gate: str, size: int) -> list[Op]:

@@ -133,6 +133,10 @@ def _weights_read(
         chosen = spec.moe.top_k / spec.moe.n_experts
         read = 1.0 - (1.0 - chosen) ** step.n_tokens  # expected share of active experts
         return n_bytes * read, n_weights * read, n_weights * chosen
+    if op.kind == "retrieve":  # two rows for each of the chosen experts
+        chosen = min(1.0, op.attrs["top_k"] / max(1, spec.retrieved_experts))
+        read = 1.0 - (1.0 - chosen) ** step.n_tokens
+        return n_weights * read * FLOAT32_BYTES, n_weights * read, n_weights * chosen
     multiplied = op.kind in ("linear", "heads_linear")
     return n_bytes, float(n_weights), float(n_weights) if multiplied else 0.0
 

@@ -322,6 +322,11 @@ def _outside_layers(op: Op, plan: RankPlan, after_layers: bool, spec: ModelSpec)
 def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]], spec: ModelSpec) -> Op:
     if op.kind == "experts":
         return _shard_experts(op, plan.experts)
+    if op.kind == "retrieve":
+        n, width = spec.retrieved_experts, spec.intermediate_size
+        held = n * plan.ffn[0] // width, n * plan.ffn[1] // width
+        tables = tuple(Operand(w.name, rows=held) for w in op.weights)
+        return dataclasses.replace(op, weights=tables, attrs={**op.attrs, "experts": held})
     if op.kind == "plugin":
         return _shard_plugin_op(op, plan, spec)
     if op.attrs.get("own_weights"):

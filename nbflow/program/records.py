@@ -71,6 +71,9 @@ experts       out = weighted sum of the experts that the router chooses; inputs 
               follow; with attr ``weigh_inputs`` the router's weights multiply the inputs of the
               experts; attr ``gated``: False for experts without gate matrices; attr ``scaled``: the
               bias is instead a factor of each expert's weight
+retrieve      out = weighted sum of the rows of experts that the sums of two keys' scores choose,
+              act(input . down) * up; inputs (x, scores); weights: down, up; attrs ``top_k``,
+              ``activation``, ``experts``: those whose rows the weights are
 plugin        out = op of a plugin of the input, attr ``op``: its name (`nbflow.spec.plugin_ops`);
               attr ``columns``: columns of the input that the rank's shard reads
 scale_rows    out *= sigmoid(input @ w) for each row
@@ -113,9 +116,9 @@ Kind = Literal[
     "extend_queries", "temperature",
     "copy_heads", "heads_linear", "append_kv", "append_index", "select_keys", "sparse_attention",
     "attention", "cross_attention", "input", "activation", "gate", "conv", "sigmoid", "log_decay",
-    "delta_rule", "lightning", "mamba1", "mamba2", "gated_norm", "experts", "plugin", "scale_rows",
-    "add", "scale", "scale_columns", "match_rms", "mix", "row_moments", "gaussian_topk",
-    "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
+    "delta_rule", "lightning", "mamba1", "mamba2", "gated_norm", "experts", "retrieve", "plugin",
+    "scale_rows", "add", "scale", "scale_columns", "match_rms", "mix", "row_moments",
+    "gaussian_topk", "soft_cap", "take_rows", "all_reduce", "all_gather", "send", "recv",
 ]  # fmt: skip
 _MAX_SHOWN = 4
 COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})

@@ -1,7 +1,8 @@
 """Weight format policy: the tensors that are quantized, and the format of each.
 
 The weight format applies to the matrices of attention and feed-forward; norms, biases, expert
-routers, the token embedding and the head keep their stored format, as in Inferflow, GPTQ and AWQ.
+routers, the token embedding and the head keep their stored format, as in Inferflow, GPTQ and AWQ,
+unless a pattern names them.
 So do the per-head matrices of latent attention (attn.k_b, attn.v_b): the columns of a head are not
 whole blocks of many formats, and these matrices are less than half a percent of such a model.
 
@@ -12,6 +13,9 @@ the first match decides, and matrices without a match keep their stored format::
     "layers.0.*" = "q8"
     "*.ffn.down.weight" = "q6"
     "*" = "q3h"
+
+The token embedding, per-layer embeddings and the head follow patterns that begin with their names
+and no others: ``"embed.weight" = "q8_0"``, ``"head.*" = "q6"``, ``"layer_embed.weight" = "q4_0"``.
 
 Text with patterns does without a file: ``"*.ffn.*=q4;*.attn.*=q8"``.
 
@@ -44,6 +48,10 @@ SMALL = "f16"
 _LARGEST_FILE_BYTES = 1 << 24
 
 
+TABLES = ("embed.weight", "layer_embed.weight", "head.weight")
+"""Matrices outside of the layers that patterns beginning with their names quantize."""
+
+
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
     """Return True for the weights of a product; biases of experts and convolutions are not.
 
@@ -56,7 +64,8 @@ def is_quantized(name: str, shape: Sequence[int]) -> bool:
     """Return True if the weight format applies to the tensor with our name `name`."""
     kept = (
         "router.weight", "shared_gate.weight", "attn.k_b.weight", "attn.v_b.weight",
-        "streams.predict.weight", "streams.correct.weight",
+        "streams.predict.weight", "streams.correct.weight", "retrieval.down.weight",
+        "retrieval.up.weight",
     )  # fmt: skip
     return is_matrix(name, shape) and name.startswith("layers.") and not name.endswith(kept)
 
@@ -83,12 +92,20 @@ class WeightFormats:
 
     def of(self, name: str, shape: Sequence[int]) -> str | None:
         """Return the format of one of our tensors, or None to keep the stored format."""
-        if not is_quantized(name, shape):
-            return None
-        found = next((f for pattern, f in self.patterns if fnmatchcase(name, pattern)), None)
+        _, found = self._deciding(name, shape)
         if found is None or math.prod(shape) >= self.min_elements:
             return found
         return found if FORMATS[found].block_size == 1 else SMALL
+
+    def _deciding(self, name: str, shape: Sequence[int]) -> tuple[str, str | None]:
+        """Return the pattern that decides on a tensor, and its format; empty and None if none."""
+        stem = ""
+        if name in TABLES and len(shape) == 2:
+            stem = name.removesuffix("weight")
+        elif not is_quantized(name, shape):
+            return "", None
+        matching = (e for e in self.patterns if e[0].startswith(stem) and fnmatchcase(name, e[0]))
+        return next(matching, ("", None))
 
     @property
     def is_for_all(self) -> bool:
@@ -97,19 +114,24 @@ class WeightFormats:
 
     @property
     def block_size(self) -> int:
-        """Return the least number of columns that holds whole blocks of every format."""
-        return math.lcm(1, *(FORMATS[format].block_size for _, format in self.patterns))
+        """Return the least number of columns that holds whole blocks of the layers' formats.
+
+        Ranks cut tables by rows alone.
+        """
+        of_tables = tuple(name.removesuffix("weight") for name in TABLES)
+        of_layers = (f for pattern, f in self.patterns if not pattern.startswith(of_tables))
+        return math.lcm(1, *(FORMATS[format].block_size for format in of_layers))
 
     def check_used(self, shapes: Mapping[str, Sequence[int]], where: str) -> None:
         """Raise if a pattern decides on no matrix of a model with these tensors."""
         left = {pattern for pattern, _ in self.patterns}
-        for name, shape in shapes.items():
-            if is_quantized(name, shape):
-                left -= {next((p for p, _ in self.patterns if fnmatchcase(name, p)), "")}
+        left -= {self._deciding(name, shape)[0] for name, shape in shapes.items()}
         if left:
+            tied = min(left).startswith("head.") and "head.weight" not in shapes
             raise UsageError(
                 f"{where}: pattern {min(left)!r} is for no matrix that an earlier one has not "
                 "taken; patterns match our names, like layers.0.attn.q.weight"
+                + ("; the head of this model is its embedding, embed.weight" if tied else "")
             )
 
 

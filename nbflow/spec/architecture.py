@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -331,6 +332,8 @@ class Architecture:
     layer_embed_vocab_size: int = 0
     layer_scale: bool = False
     residual_weights: bool = False
+    retrieved_experts: int = 0
+    retrieved_per_token: int = 0
     streams: int = 1
     active_stream: int = 0
     stream_output_scale: bool = False
@@ -552,6 +555,11 @@ class Architecture:
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts."""
         return self.moe is not None and layer in self.moe.layers
+
+    @property
+    def retrieval_keys(self) -> int:
+        """Return the keys of one half of the retrieved experts: their pairs name experts."""
+        return math.isqrt(self.retrieved_experts)
 
     def has_dense_network(self, layer: int) -> bool:
         """Return whether a layer has a dense feed-forward network, alone or beside experts."""

@@ -11,7 +11,9 @@ from nbflow.spec.fields import FIELDS, MAX_FLOAT, MAX_INT, check_bounds
 from nbflow.spec.plugin_ops import OPS
 from nbflow.spec.tensor_names import EXPERT_BIASES
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.product_keys import MAX_CHOSEN
 
+_WITHOUT_RETRIEVAL = ("swigluoai", "xielu")
 MAX_EXPERT_LAYERS = 1 << 17
 """Bound on the experts of all layers, each of which has names and shapes; published: 23,000."""
 
@@ -168,6 +170,17 @@ def _around_problems(spec: Architecture) -> Iterator[str]:
     used = [name for name in parts if getattr(spec, name)] + ["streams"] * (spec.streams > 1)
     if used and (spec.residual != "sequential" or spec.encoder is not None or not spec.causal):
         yield f"{used[0]} needs residual 'sequential' and a decoder without an encoder"
+    n_keys, top_k = spec.retrieval_keys, spec.retrieved_per_token
+    if spec.retrieved_experts and not 1 <= top_k <= min(n_keys * n_keys, MAX_CHOSEN):
+        yield (
+            f"retrieved_per_token must be 1..{min(n_keys * n_keys, MAX_CHOSEN)} with "
+            f"retrieved_experts = {spec.retrieved_experts}, got {top_k}"
+        )
+    if spec.retrieved_experts and (spec.moe is not None or spec.activation in _WITHOUT_RETRIEVAL):
+        yield (
+            "retrieved_experts needs a dense feed-forward network, and goes without activation "
+            f"{' and '.join(map(repr, _WITHOUT_RETRIEVAL))}"
+        )
     if spec.layer_embed_size and spec.activation in ("swigluoai", "xielu"):
         yield f"layer_embed_size goes without activation {spec.activation!r}"
     moe = spec.moe

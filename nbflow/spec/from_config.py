@@ -203,7 +203,7 @@ def _refuse_unsupported(family: Family, config: Mapping[str, Any], where: str) -
         if value is None or any(_same(value, other) for other in rule.values):
             continue
         if _holds(rule.when, config):
-            can = " or ".join(["null", *(repr(other) for other in rule.values)])
+            can = " or ".join(["null", *map(repr, rule.values)])
             also = "".join(f", with {k} = {v!r}," for k, v in rule.when.items())
             raise UsageError(
                 f"{where}: {_full(config, key)} = {shown(value):.120}{also} is not supported by "
@@ -302,11 +302,12 @@ def _from_config(
                 raise UsageError(f"{where}: {key}: may have at most {MAX_ITEMS} entries")
             return layers_with(rule.where, each)
         if rule.values:
+            at = f"{where}: {_full(config, key)}"
             if isinstance(value, str) and isinstance(FIELDS[field].kind, list):  # a letter each
-                return _letters(value, rule.values, f"{where}: {_full(config, key)}")
-            word = str(value).lower() if isinstance(value, bool | int) else value
-            check_value(word, f"{where}: {_full(config, key)}", tuple(rule.values))
-            return rule.values[word]
+                return _letters(value, rule.values, at)
+            if not isinstance(value, list) or not isinstance(FIELDS[field].kind, list):
+                return rule.values[_known(value, rule.values, at)]
+            return tuple(w for item in value for w in rule.values[_known(item, rule.values, at)])
         if isinstance(value, str):
             value = FIELDS[field].aliases.get(value, value)
         elif isinstance(value, list) and value and rule.largest:
@@ -329,11 +330,15 @@ def _from_config(
 def _common(each: Sequence[Any], where: str) -> Any:
     """Return the number that a list states for each layer."""
     if not each or any(not _same(other, each[0]) for other in each):
-        raise UsageError(
-            f"{where}: must be one number, or a list of the same number for each layer, got "
-            f"{shown(each)}"
-        )
+        can = "one number, or a list of the same number for each layer"
+        raise UsageError(f"{where}: must be {can}, got {shown(each)}")
     return each[0]
+
+
+def _known(value: Any, values: Mapping[str, Any], where: str) -> str:
+    """Return a word of the checkpoint, true, false and numbers as words, or raise."""
+    word = str(value).lower() if isinstance(value, bool | int) else value
+    return str(check_value(word, where, tuple(values)))
 
 
 def _letters(text: str, values: Mapping[str, Any], where: str) -> tuple[Any, ...]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from nbflow.spec.field import MAX_LAYERS, MAX_WIDTH, Field
+from nbflow_kernels.product_keys import MAX_CHOSEN, MAX_KEYS
 
+MAX_RETRIEVED = MAX_KEYS**2
+"""Bound on experts of one row."""
 MAX_STREAMS = 64
 """Bound on residual streams: published models have 4."""
 
@@ -55,6 +58,16 @@ LAYER_INPUT_FIELDS = {
     "layer_scale": Field(bool, "each layer ends with a factor of the residual stream", False),
     "residual_weights": Field(
         bool, "the residual stream has a factor per column where a sublayer is added to it", False
+    ),
+    "retrieved_experts": Field(
+        int,
+        "experts of one row each, added to the dense feed-forward network: act(x . down) * up; "
+        "keys are pairs of halves, of which retrieval.router gives the scores; 0 for none",
+        0,
+        most=MAX_RETRIEVED,
+    ),
+    "retrieved_per_token": Field(
+        int, "these experts per token, weighted by the softmax of their scores", 0, most=MAX_CHOSEN
     ),
     "dynamic_mask_keys": Field(
         int,

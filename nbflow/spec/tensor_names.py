@@ -69,6 +69,8 @@ HEAD_NORMS = ("attn.q_norm.{j}", "attn.k_norm.{j}")
 (heads, columns)."""
 EXPERT_PROJECTIONS = ("experts.in", "experts.out")
 """Projections before and behind all experts of a layer (expert_latent_size), without bias."""
+RETRIEVAL = ("retrieval.router", "retrieval.down", "retrieval.up")
+"""Keys of both halves, and the two rows of every expert of retrieved_experts; without bias."""
 SHARED_MATRICES = tuple(f"shared.{part}" for part in ("gate", "up", "down"))
 
 INDEXER = ("attn.index_q", "attn.index_k", "attn.index_weights")
@@ -99,14 +101,15 @@ _IN_LAYERS = (
     *LAYER_NORMS, *BESIDE_DENSE, *STREAMS, *LAUREL, *LAYER_EMBED, *LAYER_VECTORS,
     *HEAD_NORMS, "attn.sinks", *LINEARS, *DELTA_CONVS, *DELTA_VECTORS,
     *SSM_VECTORS, *MAMBA1_VECTORS, *XIELU, *LATENT_MATRICES, *INDEXER, *FUSED, *EXPERT_MATRICES,
-    "moe.gate_up", *EXPERT_PROJECTIONS,
+    "moe.gate_up", *EXPERT_PROJECTIONS, *RETRIEVAL,
     *SHARED_MATRICES, "shared_gate",
 )  # fmt: skip
 _ONE_KIND = {
     "bias": ("embed", "positions", "position_bias", "types", "attn.k_b", "attn.v_b", "attn.kv_b",
              "attn.sinks", *INDEXER, *HEAD_NORMS, *DELTA_VECTORS, *SSM_VECTORS, *MAMBA1_VECTORS,
-             *XIELU, *EXPERT_PROJECTIONS, *STREAMS, *LAUREL, *LAYER_EMBED, *LAYER_VECTORS,
-             *STREAM_MATRICES, "layer_embed", "layer_embed.in", "layer_embed_norm", "router_norm"),
+             *XIELU, *EXPERT_PROJECTIONS, *RETRIEVAL, *STREAMS, *LAUREL, *LAYER_EMBED,
+             *LAYER_VECTORS, *STREAM_MATRICES, "layer_embed", "layer_embed.in",
+             "layer_embed_norm", "router_norm"),
     "weight": (*EXPERT_BIASES, "moe.gate_up"),
 }  # fmt: skip
 """Tensors that have only a weight, or only a bias."""

@@ -62,6 +62,10 @@ def layer_shapes(spec: Architecture, layer: int) -> Shapes:
         shapes |= _network(spec, "ffn", E, spec.ffn_size(layer))
         if spec.activation == "xielu":
             shapes |= {f"{name}.weight": (1,) for name in XIELU}
+        if spec.retrieved_experts:
+            n = spec.retrieved_experts
+            tables = {"down": n, "up": n, "router": 2 * spec.retrieval_keys}
+            shapes |= {f"retrieval.{name}.weight": (rows, E) for name, rows in tables.items()}
     shapes |= _around_shapes(spec, kind)
     for name in sorted(spec.biases):
         if f"{name}.weight" in shapes:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from mpirun import PYTHONPATH
+from safetensors.numpy import load_file, save_file
 
+import nbflow
 from nbflow.cli.commands import spec as spec_command
 from nbflow.spec import resolve
-from nbflow.spec.family import FAMILIES, FAMILY_KEYS, ConfigRule
+from nbflow.spec.family import FAMILIES, FAMILY_KEYS, ConfigRule, families, load_family
 from nbflow.spec.tensor_names import TENSOR_NAMES
 from nbflow_kernels.errors import UsageError
 
@@ -53,6 +58,41 @@ def test_twenty_lines_are_internlm_2(tmp_path: Path, capsys: pytest.CaptureFixtu
     own = resolve(folder).spec
     assert found.tensor_shapes() == own.tensor_shapes()
     assert all(found.tensor_layout(n) == own.tensor_layout(n) for n in own.tensor_shapes())
+
+
+def test_an_encoder_and_a_decoder_are_bart(tmp_path: Path) -> None:
+    """The two files of the page read a BART with their names of tensors."""
+    pair = block("text").split("# decoder.toml\n")[1]
+    decoder, encoder = pair.split("# encoder.toml\n")
+    (tmp_path / "decoder.toml").write_text(decoder)
+    (tmp_path / "encoder.toml").write_text(encoder)
+    golden = ROOT / "tests" / "golden" / "families" / "bart"
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(golden, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "my_bart"}))
+    tensors = load_file(folder / "model.safetensors")
+    n_renamed = 0
+    for file, base in (("decoder", "bart"), ("encoder", "bart_encoder")):
+        own = families()[base].tensors
+        for ours, theirs in load_family(tmp_path / f"{file}.toml").tensors.items():
+            if theirs == own.get(ours):
+                continue
+            for i in range(2):
+                for end in ("weight", "bias"):
+                    (new,), (old,) = (
+                        [name.replace("{i}", str(i)).removesuffix("weight") + end for name in names]
+                        for names in (theirs, own[ours])
+                    )
+                    tensors[new] = tensors.pop(old)
+                    n_renamed += 1
+    assert n_renamed == 4 * 2 * 2  # four matrices, two layers, weights and biases
+    save_file(tensors, folder / "model.safetensors")
+    with np.load(golden / "golden.npz") as arrays:
+        ids, read, logits = (arrays[name] for name in ("ids", "encoder_ids", "logits"))
+    with nbflow.load(folder, spec=tmp_path / "decoder.toml", kv="f32", threads=1) as model:
+        found = model.logits(ids, encoder_ids=read)
+    assert np.abs(found - logits).max() < 2e-6 * np.abs(logits).max()
 
 
 def test_schemas_and_table_are_current() -> None:

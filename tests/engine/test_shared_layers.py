@@ -127,10 +127,22 @@ def test_keys_with_a_bias_end_contexts_where_some_would_be_left_out(tmp_path):
     spec = spec_of("doge")
     assert spec.heads_of(0).key_dim == spec.head_dim + 16
     assert resolve(changed(tmp_path, "doge", keep_window_size=40)).spec.max_context == 40
-    with pytest.raises(UsageError, match="is_moe = True is not supported"):
-        resolve(changed(tmp_path / "moe", "doge", is_moe=True))
     with pytest.raises(UsageError, match="dynamic_mask_keys goes without logits_soft_cap"):
         dataclasses.replace(spec, logits_soft_cap=5.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"num_experts_per_tok": 37}, r"retrieved_per_token must be 1\.\.36 with .* = 37"),
+        ({"num_experts": 2}, r"must be 1\.\.1 with retrieved_experts = 2, got 5"),
+        ({"num_experts": -1}, "num_experts"),
+    ],
+)  # fmt: skip
+def test_numbers_of_retrieved_experts(tmp_path, changes, match):
+    assert resolve(FAMILIES / "doge_moe").spec.retrieval_keys == 6  # 36 pairs name 37 experts
+    with pytest.raises(UsageError, match=match):
+        resolve(changed(tmp_path, "doge_moe", **changes))
 
 
 def test_empty_tensors_are_not_missed(tmp_path):

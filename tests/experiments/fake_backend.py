@@ -153,7 +153,7 @@ class FakeEngine:
         put(backend, "is_weight_format", lambda name: name.lower() in BITS)
         put(backend, "stores_blocks", lambda model: False)
         put(backend, "bits_per_weight", lambda name, model="": BITS[name])
-        put(backend, "model_bytes", lambda model, weights, *_: (int(1000 * BITS[weights]), 64))
+        put(backend, "model_bytes", lambda model, weights, *_: (int(1000 * BITS[weights]), 64, 0))
         put(backend, "plan_memory", self.plan_memory)
         put(backend, "identify", self.identify)
         put(backend, "load", self.load)

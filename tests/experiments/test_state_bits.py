@@ -8,7 +8,9 @@ import pandas as pd
 import pytest
 
 import nbflow
-from nbflow_experiments.config.points import make_points
+from nbflow.planner.memory import PAGE_SIZE
+from nbflow_experiments.backend import plan_memory
+from nbflow_experiments.config.points import estimate_bytes, make_points
 from nbflow_experiments.config.sweep_file import load_sweep
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
@@ -19,7 +21,7 @@ FILE = Path(__file__).parents[2] / "experiments" / "sweeps" / "state_bits.toml"
 def test_points() -> None:
     points = [p.config for p in make_points(load_sweep(FILE))]
     whole = [p for p in points if "=" not in str(p["weights"])]
-    assert len(points) == len(whole) + 12 == 28
+    assert len(points) == len(whole) + 16 == 32
     assert {p["state"] for p in whole} == {"f32", "f16", "bf16", "q8_0"}
 
 
@@ -55,6 +57,44 @@ def test_a_part(tmp_path: Path) -> None:
     assert 1e-9 < kld["f32", "f16"] < kld["f32", "bf16"] / 8  # eight times as fine
     assert kld["f32", "f16"] < kld["f32", "q8_0"]
     assert kld["*.delta.*=q4_0", "f32"] > kld["f32", "bf16"]
+
+
+def test_estimated_bytes_are_those_of_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, and a state for each sequence in every format; the plan's pages are whole."""
+    (tmp_path / "sizes.toml").write_text(
+        """
+        [sweep]
+        measures = ["decode"]
+        [settings]
+        model = "tiny_python_hybrid"
+        prompt = 20
+        decode = 11
+        threads = 1
+        [axes]
+        state = ["f32", "f16", "bf16", "q8_0"]
+        weights = ["f32", "q4_0"]
+        batch = [1, 3]
+        """
+    )
+    sizes, pages = [], set()
+    for point in make_points(load_sweep(tmp_path / "sizes.toml")):
+        found = estimate_bytes(point)
+        (rank,) = plan_memory(point.config, "0").ranks
+        batch, n_tokens = point.config["batch"], point.config["prompt"] + point.config["decode"]
+        assert found["weight_bytes"] == rank.weight_bytes
+        page_bytes = found["kv_bytes"] // (batch * n_tokens) * PAGE_SIZE
+        n_pages = (rank.kv_bytes - found["state_bytes"]) / page_bytes
+        pages.add((batch, n_pages))
+        sizes.append(found["state_bytes"])
+    assert len(pages) == 2  # the same in all formats
+    assert all(n == int(n) >= batch for batch, n in pages)
+    assert len(set(sizes)) == 6  # f16 and bf16 take the same
+    assert run_sweep(SweepOptions(tmp_path / "sizes.toml", tmp_path / "out", dry_run=True)) == 0
+    printed = capsys.readouterr().out
+    assert f"{max(sizes) / 1e6:.2f}" in printed.split("states MB")[1]
+    assert "MB of weights, key/value cache and states in all ranks" in printed
 
 
 def test_patterns_without_a_matrix_are_refused() -> None:

@@ -82,4 +82,6 @@ def test_estimated_bytes(fake: FakeEngine, sweep_file: Path) -> None:
         p for p in make_points(load_sweep(sweep_file)) if p.key(("weights", "batch")) == ("q4", 2)
     )
     # KV cache of 2 x (8 + 4) tokens
-    assert estimate_bytes(point) == {"weight_bytes": 5000, "kv_bytes": 2 * 12 * 64}
+    assert estimate_bytes(point) == {
+        "weight_bytes": 5000, "kv_bytes": 2 * 12 * 64, "state_bytes": 0,
+    }  # fmt: skip

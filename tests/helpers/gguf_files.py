@@ -29,7 +29,7 @@ PERMUTED = (
 """Architectures whose rotary pairs the converter makes neighbours."""
 
 
-_LIKE_DEEPSEEK = ("dots1", "glm4_moe", "bailing")
+_LIKE_DEEPSEEK = ("dots1", "glm4_moe", "bailing", "mimo_v2")
 """Families with the metadata of DeepSeek V3's experts."""
 
 
@@ -124,6 +124,20 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     if spec.rope.dim:
         writer.add_rope_dimension_count(spec.rope.dim)
         writer.add_rope_freq_base(spec.rope.theta)
+    if spec.local_heads is not None:
+        kinds = [spec.is_local(i) for i in range(spec.n_layers)]
+        heads = spec.n_kv_heads, spec.local_heads.n_kv_heads
+        writer.kv_data[-1].pop(f"{writer.arch}.attention.head_count_kv")
+        writer.add_head_count_kv([heads[is_local] for is_local in kinds])
+        writer.add_sliding_window_pattern(kinds)
+        if spec.attn_output_scale != 1.0:
+            scale = f"{writer.arch}.attention.value_scale"
+            writer.add_float32(scale, spec.attn_output_scale)
+        for length in ("key_length", "value_length"):
+            writer.kv_data[-1].pop(f"{writer.arch}.attention.{length}", None)
+        writer.add_key_length(spec.head_dim)
+        writer.add_value_length(spec.value_dim)
+        writer.add_rope_freq_base_swa(spec.local_rope.theta)
     if spec.window is not None:
         writer.add_sliding_window(spec.window)
     if spec.logits_soft_cap is not None:

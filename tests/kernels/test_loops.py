@@ -14,6 +14,7 @@ from nbflow_kernels.formats import codec_spec as integers
 from nbflow_kernels.formats.layout_cpu import FIELDS
 from nbflow_kernels.matmul import loops as matmul_loops
 from nbflow_kernels.norm import loops as norm_loops
+from nbflow_kernels.product_keys import loops as product_key_loops
 from nbflow_kernels.quantized_matmul import loops as qmatmul_loops
 from nbflow_kernels.quantized_matmul.cpu import Int8Rows, quantize_activations
 from nbflow_kernels.row_statistics import loops as row_loops
@@ -203,3 +204,17 @@ def test_row_statistics(rng: np.random.Generator) -> None:
     assert (
         0.6 < np.mean(found == 0) < 0.8
     )  # the normal distribution has 69 % below half a deviation
+
+
+def test_product_keys(rng: np.random.Generator) -> None:
+    """The same experts; sums of 100 terms in another order."""
+    scores, x, table = _normal(rng, 3, 14), _normal(rng, 3, 100), _normal(rng, 49, 100)
+    weights, ids, dots = (np.empty((3, 6), dtype) for dtype in (np.float32, np.int32, np.float32))
+    product_key_loops.product_key_routing(scores, 10, 30, weights, ids)
+    found = nk.product_key_routing(scores, 6, first=10, n_experts=30)
+    np.testing.assert_array_equal(found[1], ids)
+    np.testing.assert_allclose(found[0], weights, rtol=2.0**-22)
+    product_key_loops.gathered_dot(x, table, ids, dots)
+    np.testing.assert_allclose(
+        nk.gathered_dot(x, table, ids), dots, atol=10 * 2.0**-24 * np.abs(x).sum(axis=1).max()
+    )

@@ -32,7 +32,7 @@ MODELS = {
     "ernie4_5-moe": "ernie4_5_moe", "hunyuan-dense": "hunyuan", "hunyuan-moe": "hunyuan_moe",
     "dots1": "dots1", "exaone4": "exaone4", "mistral3": "ministral3", "qwen2vl": "qwen2_5_vl",
     "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "glm4moe": "glm4_moe",
-    "bailingmoe2": "bailing_moe_v2",
+    "bailingmoe2": "bailing_moe_v2", "mimo2": "mimo_v2_flash",
 }  # fmt: skip
 """Architecture -> golden model."""
 OTHERS = {"bert", "t5"}

@@ -29,7 +29,9 @@ def main() -> None:
     steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     series: dict[str, list[tuple[float, float]]] = {}
     for pattern, name in KINDS.items():
-        found = (r for r in rows if r["weights"].startswith(f"{pattern}="))
+        found = [r for r in rows if r["weights"].startswith(f"{pattern}=")]
+        if not found:
+            continue
         series[f"{name} weights"] = [
             (FORMATS[r["weights"].split("=")[1]].bits_per_weight, r["kld_mean_nats"]) for r in found
         ]

@@ -10,7 +10,8 @@ from nbflow_experiments.store.results_reader import Row
 from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.state_format import state_bytes
 
-KINDS = {"*.delta.*": "recurrent", "*.attn.*": "attention", "*.ffn.*": "feed-forward"}
+KINDS = {"*.delta.*": "recurrent", "*.attn.*": "attention", "*.ffn.*": "feed-forward",
+         "embed.*": "embedding and head"}  # fmt: skip
 
 
 def state_bits() -> str:
@@ -42,7 +43,10 @@ def _kinds(rows: Sequence[Row]) -> str:
     found = {tuple(row["weights"].split("=")): row for row in rows}
     formats = list(dict.fromkeys(format for _, format in found))
     body = []
+    measured = {pattern for pattern, _ in found}
     for pattern, name in KINDS.items():
+        if pattern not in measured:  # a kind that the published run did not have
+            continue
         body.append([f"{name} (`{pattern}`)", *(_nats(found[pattern, f]) for f in formats)])
     head = ["matrices", *(f"`{f}`, {FORMATS[f].bits_per_weight:g} bits" for f in formats)]
     return markdown(head, body)

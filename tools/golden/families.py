@@ -383,7 +383,16 @@ def from_transformers(kind: str, options: dict[str, Any]) -> Made:
     if is_pair:
         read = torch.tensor(np.random.default_rng(99).integers(3, 97, N_READ))[None]
         return Made(model, lambda ids: model(input_ids=read, decoder_input_ids=ids).logits, convert)
+    if base == "Doge" and options.get("is_moe"):
+        return Made(model, lambda ids: by_token(model, ids))
     return Made(model, lambda ids: model(ids).logits)
+
+
+def by_token(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return logits token by token; Doge's experts mix the router's scores of a whole prompt."""
+    cache = transformers.DynamicCache(config=model.config)
+    steps = (model(ids[:, t : t + 1], past_key_values=cache) for t in range(ids.shape[1]))
+    return torch.cat([step.logits for step in steps], 1)
 
 
 def well_conditioned(kind: str, options: dict[str, Any]) -> Made:

@@ -181,6 +181,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_attention": rope(theta=1e2, partial_rotary_factor=0.334)}}),
     "doge": ("Doge", {**TINY, "attention_bias": True, "mlp_bias": True, "sliding_window": 20,
                       "keep_window_size": 64}),
+    "doge_moe": ("Doge", {**TINY, "is_moe": True, "num_experts": 37, "num_experts_per_tok": 5,
+                          "keep_window_size": 64, "mlp_bias": True}),
     "gemma3n": ("Gemma3n", {
         **GEMMA, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "laurel_rank": 6,
         "vocab_size_per_layer_input": 90, "altup_num_inputs": 3,

@@ -201,13 +201,19 @@ def check_world(points: Iterable[Point], size: int) -> None:
 
 
 def estimate_bytes(point: Point) -> dict[str, int]:
-    """Return the bytes of weights and KV cache of a point, as the planner counts them.
+    """Return the bytes of weights, KV cache and states of a point, as the planner counts them.
 
     Sum over ranks; replicated tensors count once.
     """
     config = point.config
-    weights, kv_token = backend.model_bytes(
-        str(config["model"]), str(config["weights"]), float(config["outliers"]), str(config["kv"])
+    model, *formats = (str(config[name]) for name in ("model", "weights", "kv", "state"))
+    weights, kv_token, states = backend.model_bytes(
+        model, formats[0], float(config["outliers"]), *formats[1:]
     )
-    tokens = int(config["batch"]) * (int(config["prompt"]) + int(config["decode"]))
-    return {"weight_bytes": weights, "kv_bytes": tokens * kv_token}
+    batch = int(config["batch"])
+    tokens = batch * (int(config["prompt"]) + int(config["decode"]))
+    return {
+        "weight_bytes": weights,
+        "kv_bytes": tokens * kv_token,
+        "state_bytes": batch * states,
+    }

@@ -186,12 +186,15 @@ def print_points(
     points: Sequence[Point], factors: Sequence[str], estimates: Sequence[Mapping[str, int]]
 ) -> None:
     """Print the table of ``--dry-run``."""
+    sizes = {"weight_bytes": "weights MB", "kv_bytes": "KV MB"}
+    if any(estimate["state_bytes"] for estimate in estimates):
+        sizes["state_bytes"] = "states MB"
     cells = [
         [
             point.short,
             *(str(point.config[factor]) for factor in factors),
-            *(f"{estimate[name] / 1e6:.2f}" for name in ("weight_bytes", "kv_bytes")),
+            *(f"{estimate[name] / 1e6:.2f}" for name in sizes),
         ]
         for point, estimate in zip(points, estimates, strict=True)
     ]
-    print_table(["point", *factors, "weights MB", "KV MB"], cells, 1 + len(factors))
+    print_table(["point", *factors, *sizes.values()], cells, 1 + len(factors))

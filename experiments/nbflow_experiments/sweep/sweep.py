@@ -396,9 +396,11 @@ def _print_points(options: SweepOptions, size: int) -> int:
         reason = _refusal(point)
         if reason:
             print(f"{point.short} will fail: {reason}")
-    largest = max((e["weight_bytes"] + e["kv_bytes"] for e in estimates), default=0)
+    largest = max((sum(each.values()) for each in estimates), default=0)
+    states = ", key/value cache and states" if any(e["state_bytes"] for e in estimates) else ""
     print(
-        f"largest point: about {largest / 1e6:.1f} MB of weights and key/value cache in all ranks"
+        f"largest point: about {largest / 1e6:.1f} MB of weights"
+        f"{states or ' and key/value cache'} in all ranks"
     )
     if needs_reference(sweep.measures):
         references = {

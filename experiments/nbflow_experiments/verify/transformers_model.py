@@ -108,6 +108,28 @@ def _randomize(torch: Any, model: Any) -> None:
 
 def _run(torch: Any, transformers: Any, model: Any, ids: np.ndarray) -> Recording:
     """Return logits, inputs and outputs of layers, and outputs of their modules."""
+    if not (model.config.model_type == "doge" and model.config.is_moe):
+        # without a cache, which transformers cannot make for models without attention
+        return _run_step(torch, transformers, model, ids, {"use_cache": False})
+    # its experts mix the scores of a prompt's tokens, but not where it generates
+    cache = {"past_key_values": transformers.DynamicCache(config=model.config)}
+    found, *others = (
+        _run_step(torch, transformers, model, ids[t : t + 1], cache) for t in range(len(ids))
+    )
+    for step in others:
+        found.ids = np.concatenate([found.ids, step.ids])
+        found.logits = np.concatenate([found.logits, step.logits])
+        found.layers = {i: np.concatenate([v, step.layers[i]]) for i, v in found.layers.items()}
+        if found.embedding is not None and step.embedding is not None:
+            found.embedding = np.concatenate([found.embedding, step.embedding])
+    found.parts = {}
+    return found
+
+
+def _run_step(
+    torch: Any, transformers: Any, model: Any, ids: np.ndarray, options: dict[str, Any]
+) -> Recording:
+    """Return the recording of one call of the model."""
     found = Recording(f"transformers {transformers.__version__}", ids, np.zeros((0, 0)))
     stack = _layers(torch, model)
     handles = []
@@ -118,8 +140,7 @@ def _run(torch: Any, transformers: Any, model: Any, ids: np.ndarray) -> Recordin
         hook = _input_recorder(torch, found)
         handles.append(stack[0].register_forward_pre_hook(hook, with_kwargs=True))
     with torch.no_grad():
-        # without a cache, which transformers cannot make for models without attention
-        output = model(torch.tensor(ids)[None], use_cache=False)
+        output = model(torch.tensor(ids)[None], **options)
         found.logits = output.logits[0].double().numpy()
     for handle in handles:
         handle.remove()

@@ -29,7 +29,7 @@ def has_plain_residuals(spec: ModelSpec) -> bool:
     """Return True if sublayers add to one residual stream, and nothing else reads it or a norm."""
     around = spec.layer_embed_size or spec.laurel_rank or spec.layer_scale or spec.residual_weights
     shared = spec.kv_shared_layers or spec.values_from_keys != "none" or spec.value_norm
-    beside = spec.moe is not None and spec.moe.beside_dense
+    beside = bool(spec.retrieved_experts) or (spec.moe is not None and spec.moe.beside_dense)
     return not (around or shared or beside or spec.streams > 1)
 
 
