@@ -94,6 +94,7 @@ def test_weights_are_those_of_the_method_s_library(name: str, tmp_path: Path):
     with opened(tmp_path, GOLDEN / f"{name}.safetensors", stated(name)) as weights:
         expected, found = weights.array("expected"), weights.array(X)
         assert weights.dtype(X) == FORMATS[name]
+        assert sorted(weights.names()) == ["expected", X]
         if name == "bnb_int8":  # scale / 127 is rounded before the product, not after it
             np.testing.assert_array_almost_equal_nulp(found, expected, nulp=1)
         else:
