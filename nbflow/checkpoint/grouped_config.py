@@ -16,8 +16,12 @@ from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.e2m1 import E2M1_G16_F32
 
-OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files of their own in which early versions of AutoGPTQ and AutoAWQ kept the configuration."""
+OLD_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+"""Files of their own in which early versions of the methods kept the configuration."""
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
@@ -27,8 +31,12 @@ def read_config(path: Path) -> dict[str, Any] | None:
         return config
     for name, method in OLD_FILES.items():
         table = read_object(path.parent / name, missing_ok=True)
-        if table is not None:
-            return {**config, "quantization_config": {"quant_method": method, **table}}
+        if table is None:
+            continue
+        if method == "modelopt":
+            inner = table.get("quantization")
+            table = inner if isinstance(inner, Mapping) else {}
+        return {**config, "quantization_config": {"quant_method": method, **table}}
     return config
 
 
@@ -57,8 +65,7 @@ def gptq(table: Mapping[str, Any], at: str) -> GroupedStorage:
     }
     check_keys(table, at, {"bits": (2, 3, 4, 8)}, required=True)
     check_keys(table, at, known)
-    if table.get("dynamic"):
-        raise UsageError(f"{at}.dynamic: different settings for some modules are not supported")
+    _check_modules(table.get("dynamic") or {}, f"{at}.dynamic")
     version = table.get("checkpoint_format") or table.get("format") or "gptq"
     return GroupedStorage(
         "gptq",
@@ -66,8 +73,18 @@ def gptq(table: Mapping[str, Any], at: str) -> GroupedStorage:
         group_size(table.get("group_size", -1), f"{at}.group_size"),
         symmetric=table.get("sym") is True,
         zero_offset=1 if version == "gptq" else 0,
-        act_order=table.get("desc_act") is True,
     )
+
+
+def _check_modules(dynamic: Any, at: str) -> None:
+    """Raise unless settings of single modules of GPTQModel only say which are not quantized."""
+    if not isinstance(dynamic, Mapping):
+        raise UsageError(f"{at} must be a table, got {shown(dynamic)}")
+    for pattern, settings in dynamic.items():
+        if not pattern.startswith("-:") and settings:
+            raise UsageError(
+                f"{at}: different settings for some modules ({shown(pattern)}) are not supported"
+            )
 
 
 def awq(table: Mapping[str, Any], at: str) -> GroupedStorage:
@@ -171,7 +188,6 @@ def compressed(weights: Mapping[str, Any], format: str, at: str) -> GroupedStora
         weights["num_bits"],
         group_size(size, f"{at}.group_size"),
         symmetric=weights.get("symmetric") is not False,
-        act_order=weights.get("actorder") in (True, "group", "dynamic"),
     )
 
 

@@ -73,8 +73,6 @@ class GroupedStorage:
     """True if all zero points are 2**(bits - 1)."""
     zero_offset: int = 0
     """Added to stored zero points: 1 in the first version of GPTQ's layout."""
-    act_order: bool = False
-    """True if columns may belong to groups in any order, as their indices say."""
     signed: bool = False
     """True if quark's codes and zero points are signed."""
     in_order: bool = False
@@ -357,7 +355,7 @@ def _join(
     dtype = (
         storage.format(shape[1], scales.dtype, zeros is not None and not storage.symmetric) or "f32"
     )
-    order = held.get(stem + order_name) if storage.act_order else None
+    order = held.get(stem + order_name)  # of older files also without act-order
     groups = None if order is None else _read_groups(order, parts)
     if order is not None and groups is not None:
         parts = ReorderedGroupedParts(storage, entry, scales, zeros, shape, order, groups)
@@ -426,8 +424,8 @@ def _read_groups(order: TensorEntry, parts: GroupedParts) -> ColumnGroups | None
             f"{where}: groups of columns must lie in 0..{parts._n_groups - 1}, got "
             f"{groups.min()}..{groups.max()}"
         )
-    if (groups == parts._groups_of((0, n_columns))).all():
-        return None
+    if not groups.any() or (groups == parts._groups_of((0, n_columns))).all():
+        return None  # zeros: some packers leave them where columns are in order
     data, storage = groups.astype(np.int32).tobytes(), parts.storage
     has_zeros = parts.zeros is not None and not storage.symmetric
     return ColumnGroups(data, parts._n_groups, storage.bits, parts.scales.dtype, has_zeros)

@@ -110,6 +110,9 @@ def with_torchao(entries: Sequence[TensorEntry]) -> tuple[list[TensorEntry], lis
     held = {entry.name: entry for entry in entries}
     values, used = joined_parts(entries, lambda entry: _joined(entry, held))
     ignored = {e.name for e in values if e.name.rpartition("._weight_")[2] in _IGNORED}
+    codes = {name.removesuffix("qdata") for name in held}
+    zeros = (name for name in held if name.endswith("zero_point"))  # those of symmetric codes are 0
+    ignored |= {name for name in zeros if name.removesuffix("zero_point") in codes}
     rest = [entry for entry in values if entry.name in ignored]
     return [entry for entry in values if entry.name not in ignored], used + rest
 

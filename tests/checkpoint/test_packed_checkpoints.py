@@ -94,6 +94,7 @@ def test_weights_are_those_of_the_method_s_library(name: str, tmp_path: Path):
     with opened(tmp_path, GOLDEN / f"{name}.safetensors", stated(name)) as weights:
         expected, found = weights.array("expected"), weights.array(X)
         assert weights.dtype(X) == FORMATS[name]
+        assert sorted(weights.names()) == ["expected", X]
         if name == "bnb_int8":  # scale / 127 is rounded before the product, not after it
             np.testing.assert_array_almost_equal_nulp(found, expected, nulp=1)
         else:
@@ -315,7 +316,33 @@ def test_a_config_of_its_own_file(tmp_path: Path):
         assert weights.config()["quantization_config"]["quant_method"] == "gptq"
 
 
+def test_a_config_of_modelopt(tmp_path: Path):
+    config = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(config))
+    shutil.copy(GOLDEN / "modelopt_nvfp4.safetensors", tmp_path / "model.safetensors")
+    with open_weights(tmp_path) as weights:
+        assert weights.dtype(X) == "e2m1_g16_f32"
+        np.testing.assert_array_equal(weights.array(X), weights.array("expected"))
+
+
 GPTQ = stated("gptq_4_32")
+
+
+@pytest.mark.parametrize("groups", ["permuted", "zeros", None])
+def test_groups_of_columns_count_whatever_the_configuration_says(groups, tmp_path: Path):
+    """Libraries read g_idx always; some packers write zeros, or nothing, for columns in order."""
+    tensors = load_file(GOLDEN / "gptq_4_32.safetensors")
+    expected, g_idx = tensors["expected"], tensors.pop("layers.0.X.g_idx")
+    if groups is not None:
+        tensors["layers.0.X.g_idx"] = np.roll(g_idx, 8) if groups == "permuted" else 0 * g_idx
+    skipped = {"-:.*lm_head": {}, "+:.*": {}}
+    with opened(tmp_path, tensors, GPTQ | {"desc_act": False, "dynamic": skipped}) as weights:
+        found = weights.array(X)
+        assert (weights.column_groups(X) is not None) == (groups == "permuted")
+    assert (found == expected).all() == (groups != "permuted")
+    moved = np.roll(g_idx, 8) != g_idx if groups == "permuted" else np.zeros(128, bool)
+    np.testing.assert_array_equal(found[:, ~moved], expected[:, ~moved])
 
 
 @pytest.mark.parametrize(
@@ -357,6 +384,7 @@ def test_wrong_tensors(change, config, message, tmp_path: Path):
         ({"quant_method": "gptq", "bits": 5}, r"bits = 5 is not supported; it must be 2 or 3 or"),
         ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "group_size must be a number"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": 1}}, "dynamic: different settings"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": [1]}, "dynamic must be a table, got"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version = 'gemv' is not support"),
         ({"quant_method": "bitsandbytes"}, "load_in_8bit = None is not supported"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo = 'W4A8'"),
