@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,9 @@ OUTCOMES = (
     "passed", "no counterpart", "refused", "meaningless on a CPU", "skipped", "over the limit",
     "another message", "failed",
 )  # fmt: skip
-_GPU_ONLY = re.compile(r"row_states_buffer|use_tensor_cores|_plan_info|catching classes|CUDAGraph")
+_GPU_ONLY = re.compile(
+    r"row_states_buffer|rejects_capture|use_tensor_cores|_plan_info|catching classes|CUDAGraph"
+)
 _ABSENT = re.compile(r"NoCounterpart|unexpected keyword|positional arguments but|has no attribute")
 
 
@@ -196,19 +199,28 @@ def table(tests: list[dict[str, str]]) -> Iterator[str]:
         yield f"| {name} | {sum(cells)} | {' | '.join(map(str, cells))} |"
 
 
-def _facts(checkout: Path, chosen: dict[str, Any]) -> dict[str, Any]:
-    from importlib.metadata import version
+def _commit() -> str:
+    """Return the commit of the checkout of nbflow."""
+    command = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    return done.stdout.decode().strip()
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True
-    )
+
+def _facts(checkout: Path, chosen: dict[str, Any], done: dict[str, Any]) -> dict[str, Any]:
+    """Return what the outcomes depend on; `commits` are those of nbflow, by test file."""
     return {
         "what": "FlashInfer's tests through a stand-in for its package, on the CPU",
         "flashinfer_version": (checkout / "version.txt").read_text().strip(),
         "torch": version("torch"), "measured": datetime.date.today().isoformat(),
-        "commit": commit.stdout.decode().strip(),
+        "commits": done.get("commits", {}),
         **{name: chosen[name] for name in ("seed", "each", "more")},
     }  # fmt: skip
+
+
+def _place(file: str, wanted: list[str]) -> int:
+    """Return the place of a test file in a run: the order of those that are wanted."""
+    name = file.partition("/")[2]
+    return wanted.index(name) if name in wanted else len(wanted)
 
 
 def main() -> None:
@@ -233,13 +245,15 @@ def main() -> None:
         "seed": given.seed, "each": given.each, "more": given.more, "out": f"{given.out}.lines",
         "tests": None if again is None else [test["test"] for test in again],
     }  # fmt: skip
-    facts = _facts(given.checkout, chosen)
-    for file in FILES:
+    facts = _facts(given.checkout, chosen, done)
+    order = sorted(FILES, key=lambda file: _place(file, given.files))
+    for file in order:
         name = file.partition("/")[2]
         old = [test for test in tests if file_of(test["test"]) == name]
-        if name not in given.files and (old or given.files):
+        if (old or given.files) and name not in given.files:
             continue
         tests = [test for test in tests if test not in old]
+        facts["commits"][name] = _commit()
         tests += run_file(given.checkout.resolve(), file, chosen)
         tests.sort(key=lambda test: test["test"])
         text = json.dumps({**facts, "tests": tests}, indent=1) + "\n"
