@@ -20,6 +20,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -99,6 +100,7 @@ class Sampler:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Draw parametrisations of each function."""
+        items[:] = [item for item in items if item.nodeid not in self.chosen["done"]]
         if self.chosen["tests"] is not None:
             wanted = set(self.chosen["tests"])
             items[:] = [item for item in items if item.nodeid in wanted]
@@ -115,10 +117,15 @@ class Sampler:
             kept += sorted(draw.sample(all_of_it, n), key=items.index)
         items[:] = kept
 
-    def pytest_runtest_setup(self) -> None:
-        """Start the clock."""
+    def pytest_runtest_setup(self, item: Any) -> None:
+        """Start the clock; a call of a kernel that takes twice the limit ends the process."""
         signal.signal(signal.SIGPROF, _over_limit)
         signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+        Path(f"{self.chosen['out']}.running").write_text(item.nodeid, encoding="utf-8")
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        soft = int(used.ru_utime + used.ru_stime) + 2 * LIMIT_S
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
         """Write a line for each test."""
@@ -167,11 +174,19 @@ def run_file(checkout: Path, file: str, chosen: dict[str, Any]) -> list[dict[str
     ]
     command += ["-p", "no:cacheprovider", "-q", "--tb=no", "-rN", f"tests/{folder}/test_{name}.py"]
     done = subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.PIPE)
-    if not out.exists():
+    rows = []
+    if out.exists():
+        rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        out.unlink()
+    running = Path(f"{out}.running")
+    test = running.read_text(encoding="utf-8") if running.exists() else ""
+    running.unlink(missing_ok=True)
+    if done.returncode == -signal.SIGXCPU and test:
+        limit = {"test": test, "outcome": "over the limit", "reason": f"over {2 * LIMIT_S} s"}
+        known = [*chosen["done"], *(row["test"] for row in rows), test]
+        return [*rows, limit, *run_file(checkout, file, {**chosen, "done": known})]
+    if not rows:
         print(done.stdout.decode()[-2000:], file=sys.stderr)
-        return []
-    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    out.unlink()
     return rows
 
 
@@ -243,7 +258,7 @@ def main() -> None:
     again = json.loads(given.again.read_text(encoding="utf-8"))["tests"] if given.again else None
     chosen = {
         "seed": given.seed, "each": given.each, "more": given.more, "out": f"{given.out}.lines",
-        "tests": None if again is None else [test["test"] for test in again],
+        "tests": None if again is None else [test["test"] for test in again], "done": [],
     }  # fmt: skip
     facts = _facts(given.checkout, chosen, done)
     order = sorted(FILES, key=lambda file: _place(file, given.files))
