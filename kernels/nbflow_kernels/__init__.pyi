@@ -2,6 +2,7 @@
 
 from nbflow_kernels.activation import *
 from nbflow_kernels.attention import *
+from nbflow_kernels.attention import single_prefill_with_kv_cache as single_prefill_with_kv_cache
 from nbflow_kernels.convolution import *
 from nbflow_kernels.cpu.parallel_for import get_num_threads as get_num_threads
 from nbflow_kernels.cpu.parallel_for import set_num_threads as set_num_threads
@@ -28,6 +29,7 @@ from nbflow_kernels.penalties import *
 from nbflow_kernels.plugins import load_plugin as load_plugin
 from nbflow_kernels.plugins import loaded_plugins as loaded_plugins
 from nbflow_kernels.position import *
+from nbflow_kernels.position import rope_quantize_fp8 as rope_quantize_fp8
 from nbflow_kernels.product_keys import *
 from nbflow_kernels.quantized_matmul import qmatmul as qmatmul
 from nbflow_kernels.quantizers import quantize as quantize
@@ -38,3 +40,7 @@ from nbflow_kernels.state_space import *
 from nbflow_kernels.testing.format_checks import check_format as check_format
 
 __all__: list[str]
+
+# second names, `op_registry.ALIASES`
+mla_rope_quantize_fp8 = rope_quantize_fp8
+single_prefill_with_kv_cache_return_lse = single_prefill_with_kv_cache

@@ -191,10 +191,10 @@ def check_array(
     if any_stride:
         inner = array[(slice(0, 1),) * (array.ndim - 1)]
     if not inner.flags.c_contiguous:
-        wanted = "C-contiguous"
+        order = "C-contiguous"
         if any_stride:
-            wanted = "contiguous in the last axis (its innermost stride must be 1)"
-        raise UsageError(f"{name} must be {wanted}; pass numpy.ascontiguousarray({name})")
+            order = "contiguous in the last axis (its innermost stride must be 1)"
+        raise UsageError(f"{name} must be {order}; pass numpy.ascontiguousarray({name})")
 
 
 def as_rows(x: Any, out: Any, n: int) -> tuple[Any, Any, tuple[int, ...]]:

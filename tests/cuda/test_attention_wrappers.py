@@ -398,6 +398,13 @@ def test_arrays_on_the_wrong_side_are_named(xp: Any) -> None:
         nk.single_prefill_with_kv_cache(*map(xp.asarray, (q, k, k)), out=out)
 
 
+def test_nvfp4_caches_are_refused(xp: Any) -> None:
+    q, k = np.zeros((1, 2, 16), np.float32), np.zeros((3, 2, 8), np.uint8)
+    q, k, scales = map(xp.asarray, (q, k, np.zeros((3, 2, 1), np.uint8)))
+    with pytest.raises(UsageError, match="no CUDA kernel reads NVFP4 caches"):
+        nk.single_prefill_with_kv_cache(q, k, k, kv_cache_sf=(scales, scales))
+
+
 def test_division_covers_every_key_once_and_leaves_requests_to_other_kernels() -> None:
     lens = np.array([1300, 20, 0, 700], np.int32)
     rows = ints(0, 30, 31, 31, 51)

@@ -102,7 +102,7 @@ class BFloat16(Foreign):
 
 
 class _Other:
-    uint16, bfloat16 = np.uint16, "other.bfloat16"
+    uint8, uint16, bfloat16 = np.uint8, np.uint16, "other.bfloat16"
 
     class Bits(Foreign):
         def view(self, dtype: Any) -> Any:
@@ -130,6 +130,39 @@ def test_bfloat16_goes_in_and_comes_out_in_place_too() -> None:
     np.testing.assert_array_equal(given[1].array, f32_to_bf16(wide[1]))
     np.testing.assert_array_equal(given[0].array, f32_to_bf16(wide[0]))
     assert nk.rmsnorm(x, BFloat16(bits[2])).dtype == np.float32  # x is NumPy's and float32
+
+
+class Float8(Foreign):
+    """Codes behind a dtype that NumPy lacks."""
+
+    dtype = "other.float8_e5m2"
+
+    def view(self, dtype: Any) -> Any:
+        return Foreign(self.array)
+
+    def __array_namespace__(self) -> Any:
+        return _Other
+
+
+def test_float8_outputs_name_their_format() -> None:
+    x, codes = _normal(3, 40), np.zeros((3, 40), np.uint8)
+    nk.rmsnorm_quant(Float8(codes), Foreign(x), None, 0.5)
+    wanted = np.zeros_like(codes)
+    nk.rmsnorm_quant(wanted, x, None, 0.5, out_format="f8_e5m2")
+    np.testing.assert_array_equal(codes, wanted)
+    q, table, at = _normal(3, 2, 8), nk.rope_cos_sin_cache(3, 8, theta=1e4), np.arange(3)
+    out, rotation = np.zeros((3, 2, 8), np.uint8), (table, at.astype(np.int32))
+    found = nk.rope_quantize_fp8(
+        *map(Foreign, (q, q)), None, None, *rotation, q_rope_out=Float8(out)
+    )
+    assert found[0].array is out
+    wanted = nk.rope_quantize_fp8(q, q, None, None, *rotation, quantize_dtype="f8_e5m2")
+    np.testing.assert_array_equal(out, wanted[0])
+    np.testing.assert_array_equal(found[1].array, wanted[1])
+    with pytest.raises(UsageError, match="must be that of the outputs and caches, f8_e5m2, got"):
+        nk.rope_quantize_fp8(
+            q, q, None, None, *rotation, quantize_dtype="f8_e4m3", q_rope_out=Float8(out)
+        )
 
 
 def test_weights_of_half_precision_are_read_as_they_are() -> None:

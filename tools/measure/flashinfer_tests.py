@@ -20,10 +20,12 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,9 @@ OUTCOMES = (
     "passed", "no counterpart", "refused", "meaningless on a CPU", "skipped", "over the limit",
     "another message", "failed",
 )  # fmt: skip
-_GPU_ONLY = re.compile(r"row_states_buffer|use_tensor_cores|_plan_info|catching classes|CUDAGraph")
+_GPU_ONLY = re.compile(
+    r"row_states_buffer|rejects_capture|use_tensor_cores|_plan_info|catching classes|CUDAGraph"
+)
 _ABSENT = re.compile(r"NoCounterpart|unexpected keyword|positional arguments but|has no attribute")
 
 
@@ -96,6 +100,7 @@ class Sampler:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Draw parametrisations of each function."""
+        items[:] = [item for item in items if item.nodeid not in self.chosen["done"]]
         if self.chosen["tests"] is not None:
             wanted = set(self.chosen["tests"])
             items[:] = [item for item in items if item.nodeid in wanted]
@@ -112,10 +117,15 @@ class Sampler:
             kept += sorted(draw.sample(all_of_it, n), key=items.index)
         items[:] = kept
 
-    def pytest_runtest_setup(self) -> None:
-        """Start the clock."""
+    def pytest_runtest_setup(self, item: Any) -> None:
+        """Start the clock; a call of a kernel that takes twice the limit ends the process."""
         signal.signal(signal.SIGPROF, _over_limit)
         signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+        Path(f"{self.chosen['out']}.running").write_text(item.nodeid, encoding="utf-8")
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        soft = int(used.ru_utime + used.ru_stime) + 2 * LIMIT_S
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
         """Write a line for each test."""
@@ -164,11 +174,19 @@ def run_file(checkout: Path, file: str, chosen: dict[str, Any]) -> list[dict[str
     ]
     command += ["-p", "no:cacheprovider", "-q", "--tb=no", "-rN", f"tests/{folder}/test_{name}.py"]
     done = subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.PIPE)
-    if not out.exists():
+    rows = []
+    if out.exists():
+        rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        out.unlink()
+    running = Path(f"{out}.running")
+    test = running.read_text(encoding="utf-8") if running.exists() else ""
+    running.unlink(missing_ok=True)
+    if done.returncode == -signal.SIGXCPU and test:
+        limit = {"test": test, "outcome": "over the limit", "reason": f"over {2 * LIMIT_S} s"}
+        known = [*chosen["done"], *(row["test"] for row in rows), test]
+        return [*rows, limit, *run_file(checkout, file, {**chosen, "done": known})]
+    if not rows:
         print(done.stdout.decode()[-2000:], file=sys.stderr)
-        return []
-    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    out.unlink()
     return rows
 
 
@@ -196,19 +214,28 @@ def table(tests: list[dict[str, str]]) -> Iterator[str]:
         yield f"| {name} | {sum(cells)} | {' | '.join(map(str, cells))} |"
 
 
-def _facts(checkout: Path, chosen: dict[str, Any]) -> dict[str, Any]:
-    from importlib.metadata import version
+def _commit() -> str:
+    """Return the commit of the checkout of nbflow."""
+    command = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    return done.stdout.decode().strip()
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True
-    )
+
+def _facts(checkout: Path, chosen: dict[str, Any], done: dict[str, Any]) -> dict[str, Any]:
+    """Return what the outcomes depend on; `commits` are those of nbflow, by test file."""
     return {
         "what": "FlashInfer's tests through a stand-in for its package, on the CPU",
         "flashinfer_version": (checkout / "version.txt").read_text().strip(),
         "torch": version("torch"), "measured": datetime.date.today().isoformat(),
-        "commit": commit.stdout.decode().strip(),
+        "commits": done.get("commits", {}),
         **{name: chosen[name] for name in ("seed", "each", "more")},
     }  # fmt: skip
+
+
+def _place(file: str, wanted: list[str]) -> int:
+    """Return the place of a test file in a run: the order of those that are wanted."""
+    name = file.partition("/")[2]
+    return wanted.index(name) if name in wanted else len(wanted)
 
 
 def main() -> None:
@@ -231,15 +258,17 @@ def main() -> None:
     again = json.loads(given.again.read_text(encoding="utf-8"))["tests"] if given.again else None
     chosen = {
         "seed": given.seed, "each": given.each, "more": given.more, "out": f"{given.out}.lines",
-        "tests": None if again is None else [test["test"] for test in again],
+        "tests": None if again is None else [test["test"] for test in again], "done": [],
     }  # fmt: skip
-    facts = _facts(given.checkout, chosen)
-    for file in FILES:
+    facts = _facts(given.checkout, chosen, done)
+    order = sorted(FILES, key=lambda file: _place(file, given.files))
+    for file in order:
         name = file.partition("/")[2]
         old = [test for test in tests if file_of(test["test"]) == name]
-        if name not in given.files and (old or given.files):
+        if (old or given.files) and name not in given.files:
             continue
         tests = [test for test in tests if test not in old]
+        facts["commits"][name] = _commit()
         tests += run_file(given.checkout.resolve(), file, chosen)
         tests.sort(key=lambda test: test["test"])
         text = json.dumps({**facts, "tests": tests}, indent=1) + "\n"

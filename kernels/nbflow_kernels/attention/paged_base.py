@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,11 @@ NO_ITEMS = Items()
 
 class PlannedWrapper:
     """Base class of all wrappers: the current plan and the split-KV workspace."""
+
+    # second names of methods, `op_registry.METHOD_ALIASES`
+    begin_forward: Callable[..., Any]
+    forward: Callable[..., Any]
+    forward_return_lse: Callable[..., Any]
 
     def __init__(self, workspace: Any = None) -> None:
         self.current: AttentionPlan | None = None

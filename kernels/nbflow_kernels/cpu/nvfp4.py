@@ -13,7 +13,7 @@ from nbflow_kernels.cpu.simd_shuffle import lookup
 
 LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int32)
 """Twice the values of the codes."""
-_ABOVE = np.nextafter(np.float32([1.25, 2.5, 5.0, 0.25]), np.float32(9))
+_ABOVE = np.nextafter(np.array([1.25, 2.5, 5.0, 0.25], np.float32), np.float32(9))
 BORDERS = np.array([_ABOVE[3], 0.75, _ABOVE[0], 1.75, _ABOVE[1], 3.5, _ABOVE[2]], np.float32)
 """Least magnitudes that round to codes 1, 2, ...; a middle of two values to the even code."""
 _MANTISSA, _BIAS, _LARGEST = 3, 7, 0x7E

@@ -95,7 +95,7 @@ def float8_format(name: str | None, out: Any = None, default: str = "") -> str:
     return chosen
 
 
-def float8_codes(name: str, out: Any, shape: tuple[int, ...], **options: Any) -> Any:
+def float8_codes(name: str, out: Any, shape: tuple[int | None, ...], **options: Any) -> Any:
     """Return the codes of a float8 array as uint8, checked as `check_array` does."""
     if getattr(getattr(out, "dtype", None), "name", "") in FLOAT8_NAMES:
         out = out.view(np.uint8)

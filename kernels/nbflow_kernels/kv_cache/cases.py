@@ -215,7 +215,7 @@ def _rotated_float8(
         indptr, indices, _ = page_table(rng, [9, 2], page_size)
         q, k = (rng.standard_normal((6, h, d + n)).astype(np.float32) for h in (H, max(G, 1)))
         value = rng.standard_normal((6, max(G, 1), d + n)).astype(np.float32)
-        inner = (page_size, G) if kv_layout == "NHD" else (G, page_size)
+        inner: tuple[int, ...] = (page_size, G) if kv_layout == "NHD" else (G, page_size)
         if not G:
             k, inner = k[:, 0], (page_size,)
         sizes = (d + n, d + n) if G else (n, d)
@@ -248,6 +248,8 @@ def _nvfp4(name: str, G: int, sizes: tuple[int, int], **options: Any) -> OpCase:
         inner = (page_size, G) if layout == "NHD" else (G, page_size)
         magnitudes = 10.0 ** rng.integers(-5, 4, (6, G, 1))  # some scales become 0, some saturate
         key, value = ((rng.standard_normal((6, G, D)) * magnitudes).astype("f4") for D in sizes)
+        codes: Any
+        scales: Any
         codes, scales = (
             tuple(np.full((len(indices), *inner, D // n), 0xA5, np.uint8) for D in sizes)
             for n in (2, 16)

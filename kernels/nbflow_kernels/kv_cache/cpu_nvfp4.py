@@ -29,7 +29,7 @@ def append(
     n, G, D = x.shape
     page_size = codes.shape[1 if kv_layout == "NHD" else 2]
     if slots is None:
-        slots = slots_of(*rows, page_size)
+        slots = slots_of(rows, page_size)
     parallel_for(
         _append, n, 8.0 * x.size, slots, len(codes) * page_size, page_size, address_of(x),
         x.strides[0], G, D, global_scale, address_of(codes), strides(codes, kv_layout),
@@ -37,14 +37,9 @@ def append(
     )  # fmt: skip
 
 
-def slots_of(
-    batch_indices: np.ndarray,
-    positions: np.ndarray,
-    kv_indices: np.ndarray,
-    kv_indptr: np.ndarray,
-    page_size: int,
-) -> np.ndarray:
+def slots_of(rows: tuple[np.ndarray, ...], page_size: int) -> np.ndarray:
     """Return the slot ``page * page_size + token`` of each row, -1 for padding."""
+    batch_indices, positions, kv_indices, kv_indptr = rows
     used = batch_indices >= 0
     slots = np.full(len(positions), -1, np.int64)
     pages = kv_indptr[batch_indices[used]].astype(np.int64) + positions[used] // page_size

@@ -214,10 +214,11 @@ def rope_quantize_fp8_append_paged_kv_cache(
         quant_scale_q, quant_scale_kv, q_rope_out, None, q_nope_out,
     )  # fmt: skip
     key_parts = [decode_float8(part, quantize_dtype) for part in (codes[1], codes[3])]
-    tables = (kv_indices, kv_indptr, None)
+    tables = (kv_indices, kv_indptr, kv_indptr)  # the last page lengths are not read
     if v is None:
+        ckv, kpe = paged_kv_cache
         append_paged_mla_kv_cache(
-            key_parts[1], key_parts[0], batch_indices, positions, *paged_kv_cache, *tables,
+            key_parts[1], key_parts[0], batch_indices, positions, ckv, kpe, *tables,
             kv_format=quantize_dtype,
         )  # fmt: skip
     else:

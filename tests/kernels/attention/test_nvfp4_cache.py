@@ -60,6 +60,8 @@ def test_paged_wrappers_have_the_bits_of_the_decoded_pages(
     indptr, indices, last = _table()
     inner = (PAGE, G) if layout == "NHD" else (G, PAGE)
     parts = [_encoded(rng, len(indices), *inner, D) for _ in "kv"]
+    pages: Any
+    scales: Any
     pages, scales, numbers = (tuple(part) for part in zip(*parts, strict=True))
     if joined:
         pages, scales = np.stack(pages, 1), np.stack(scales, 1)

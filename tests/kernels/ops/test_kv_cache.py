@@ -95,6 +95,20 @@ def test_values_may_have_another_size_than_keys() -> None:
     np.testing.assert_array_equal(values[4, :2], call["append_value"][1:])
 
 
+def test_rows_of_padding_are_not_written() -> None:
+    """Their positions are not checked either."""
+    call = arguments()
+    whole = {**call, "paged_kv_cache": tuple(a.copy() for a in call["paged_kv_cache"])}
+    padding = {"batch_indices": ints(1, -1, 1), "positions": ints(3, 999, 5)}
+    append_paged_kv_cache(**{**call, **padding})
+    append_paged_kv_cache(**whole)
+    for found, wanted in zip(call["paged_kv_cache"], whole["paged_kv_cache"], strict=True):
+        assert (found[4, 0] == 7).all()  # position 4
+        assert (wanted[4, 0] != 7).any()
+        found[4, 0] = wanted[4, 0]
+        np.testing.assert_array_equal(found, wanted)
+
+
 def mla_arguments() -> dict[str, Any]:
     """Return a call that appends two tokens of 16 + 4 numbers to one request."""
     both = np.zeros((2, 4, 20), np.float32)
@@ -185,6 +199,7 @@ def test_wrong_gather_arguments_are_named(
         ({"positions": ints(-1, 4, 5)}, UsageError, r"positions\[0\] must be .* got -1"),
         ({"positions": np.arange(3)}, TypeError, "positions must have dtype int32, got int64"),
         ({"batch_indices": ints(1, 1, 2)}, UsageError, "must name requests 0..1, got 2"),
+        ({"batch_indices": ints(1, -2, 1)}, UsageError, "must be -1 for padding, got -2"),
         ({"kv_indices": ints(3, 0, 5)}, UsageError, "must name pages 0..4 of the cache, got 5"),
         ({"kv_indices": ints(3, 0)}, UsageError, r"end within kv_indices \(2 entries\), got 3"),
         ({"kv_last_page_len": ints(4, 5)}, UsageError, "request 1 must be 1..4"),
