@@ -451,6 +451,7 @@ def test_this_machine_can_be_measured(tmp_path, capsys, monkeypatch):
         ("STREAMED_BYTES", 1 << 20), ("REPEATS", 2), ("CURVE_MB", (1, 2)), ("ROWS", (1, 8)),
     ):  # fmt: skip
         monkeypatch.setattr(measure_kernels, name, value)
+    monkeypatch.setattr(measure_machine, "STEPS", 3)
     path = tmp_path / "mine.toml"
     assert command("--measure", "--ranks", "2", "--weights", "q8_0", "-o", str(path)) == 0
     assert "2 threads of" in capsys.readouterr().out
