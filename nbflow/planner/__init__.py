@@ -12,7 +12,6 @@ from nbflow.planner.machine import (
     Device,
     Link,
     Machine,
-    Rates,
     known_machines,
     load_machine,
     machine_toml,
@@ -20,11 +19,14 @@ from nbflow.planner.machine import (
 from nbflow.planner.planned_model import PlannedModel, planned_model, stored_model
 from nbflow.planner.predict import predict
 from nbflow.planner.prediction import Prediction, RankPrediction, Workload
+from nbflow.planner.rates import CacheCurve, CacheRates, Rates
 from nbflow.planner.search import OBJECTIVES, best, candidates, compare, with_shares
 from nbflow.planner.stage_cost import RunConfig
 
 __all__ = [
     "OBJECTIVES",
+    "CacheCurve",
+    "CacheRates",
     "Device",
     "Link",
     "Machine",

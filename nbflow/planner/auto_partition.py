@@ -17,7 +17,7 @@ BATCH = {"latency": 1, "throughput": 32}
 """Batch size that represents each objective."""
 PROMPT, GENERATE = 512, 128
 """Tokens of prompt and answer, if the context holds them."""
-PROBE_BYTES = 32 << 20
+PROBE_BYTES = 64 << 20
 """Bytes that a measurement of memory bandwidth reads."""
 
 Measure = Callable[[Comm, int, Sequence[str], Sequence[str]], Machine | None]

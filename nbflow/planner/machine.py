@@ -2,6 +2,10 @@
 
 ``name``, ``description``, ``sources``
     Name, one line of description, and sources of the numbers.
+``join_s``
+    Time to begin and end a step on all ranks, if they are threads of one process.
+``measurement``
+    Version of the measurement; left out by hand-written files.
 ``ranks_per_host``
     Ranks on one host; hosts communicate over ``[links.network]``.
 ``[[devices]]``
@@ -15,15 +19,17 @@ Rates are those that programs reach; ``sources`` says which share of the data sh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import nbflow_kernels as nk
+from nbflow.planner.rates import CacheCurve, CacheRates, Rates, like
 from nbflow.utils.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.kv_cache.cpu_codec import KINDS
 from nbflow_specs import MACHINES
 
 COLLECTIVES = ("gather", "ring", "one_shot", "best")
@@ -32,33 +38,6 @@ COLLECTIVES = ("gather", "ring", "one_shot", "best")
 ARITHMETICS = ("f32", "f16", "bf16", "int8")
 
 MAX_RANKS = 4096
-
-SUPER_BLOCK = 256
-
-FEW_ROWS = 8
-"""Rows of a product that run at the decode rate."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Rates of matrix products in one weight format and one arithmetic.
-
-    A product of n weights with T rows takes n / `weights_per_s`, and 2 n operations per row: the
-    first `FEW_ROWS` rows at `few_operations_per_s`, the others at `operations_per_s`.
-    """
-
-    weights_per_s: float
-    """Weights decoded, or loaded, per second."""
-    few_operations_per_s: float
-    """Operations per second of the first rows; a multiply-add counts as two."""
-    operations_per_s: float
-    """Operations per second of the other rows."""
-
-    def seconds(self, weights: float, operations: float) -> float:
-        """Return the time of a product."""
-        few = min(operations, 2.0 * FEW_ROWS * weights)
-        rest = (operations - few) / self.operations_per_s
-        return weights / self.weights_per_s + few / self.few_operations_per_s + rest
 
 
 @dataclass(frozen=True)
@@ -78,14 +57,32 @@ class Device:
     """Arithmetic -> weights decoded from a block format per second; left out where memory is always
     slower."""
     formats: Mapping[str, Mapping[str, Rates]] = field(default_factory=dict)
-    """Weight format -> arithmetic -> measured rates; other formats use the most similar one
+    """Weight format -> arithmetic -> measured times; other formats use the most similar one
     (`like`), or the two rates above."""
     read_alone_bytes_per_s: float = 0.0
     """Memory bandwidth while no other rank reads; `read_bytes_per_s` by default."""
+    cached: CacheCurve | None = None
+    """Share of a step's bytes that the caches hold; none by default."""
+    cached_bytes_per_s: float = 0.0
+    """Bandwidth of the last cache."""
+    kv_formats: Mapping[str, CacheRates] = field(default_factory=dict)
+    """Cache format -> measured times of keys and values; others use the one with the nearest bits.
+    Without any, attention takes the time of its bytes and operations."""
+    attention_operations_per_s: float = 0.0
+    """Operations per second of QK and PV products, where `kv_formats` are measured."""
+    attention_item_s: float = 0.0
+    """Start of attention for one sequence and KV head."""
+    quantize_s: float = 0.0
+    """Seconds to quantize an activation to int8."""
+    buffer_bytes_per_s: float = 0.0
+    """Activations that norms, gates and the like read and write per second; memory bandwidth by
+    default."""
     op_s: float = 0.0
     """Launch overhead of an op."""
     step_s: float = 0.0
-    """Host overhead of a step."""
+    """Host overhead of a step with one sequence."""
+    sequence_s: float = 0.0
+    """Host overhead of each further sequence of a step."""
     burst_step_s: float = 0.0
     """Overhead of a step within multi-step decode, for one rank with the whole model."""
     reserved_bytes: float = 0.0
@@ -108,55 +105,62 @@ class Device:
             raise unknown_name(f"arithmetic of {self.name}", arithmetic, self.operations_per_s)
         return self.operations_per_s[arithmetic]
 
-    def product_s(self, weights: float, operations: float, format: str, arithmetic: str) -> float:
-        """Return the compute time of matrix products, without the limit of memory bandwidth.
+    def read_s(self, n_bytes: float, cached: float = 0.0, alone: bool = False) -> float:
+        """Return the time to read bytes, a share of which lies in the caches."""
+        rate = self.read_alone_bytes_per_s if alone else 0.0
+        memory_s = n_bytes / (rate or self.read_bytes_per_s)
+        if not self.cached_bytes_per_s:
+            return memory_s
+        return cached * n_bytes / self.cached_bytes_per_s + (1.0 - cached) * memory_s
+
+    def matrix_s(
+        self,
+        weights: float,
+        operations: float,
+        format: str,
+        arithmetic: str,
+        cached: float = 0.0,
+        alone: bool = False,
+    ) -> float:
+        """Return the time to read matrices and multiply activations by them.
 
         Parameters
         ----------
         weights : float
             Number of weights read.
         operations : float
-            Operations with them.
+            Operations with them, 2 for each weight and row.
         format : str
             Weight format, a name of `nbflow_kernels.FORMATS`.
         arithmetic : str
             Arithmetic of the products, one of `operations_per_s`.
+        cached : float
+            Share of the bytes that the caches hold, 0..1.
+        alone : bool
+            No other rank reads memory.
         """
-        measured = self.formats.get(like(format, self.formats), {})
-        # float weights have no int8 kernels: their products stay float32
-        alone = arithmetic == "int8" and nk.FORMATS[format].block_size == 1
-        rates = measured.get("f32" if alone else arithmetic)
-        if rates is not None:
-            return rates.seconds(weights, operations)
+        facts = nk.FORMATS[format]
+        if arithmetic == "int8" and facts.block_size == 1 and "f32" in self.operations_per_s:
+            arithmetic = "f32"  # float weights have no int8 kernels
+        known = like(format, self.formats)
+        rates = self.formats.get(known, {}).get(arithmetic)
+        taken = (
+            self.computing_s(weights, operations, arithmetic)
+            if rates is None
+            else rates.seconds(weights, operations / (2.0 * weights), cached, alone)
+        )
+        if rates is not None and known == format:
+            return taken  # measured with its bytes
+        return max(taken, self.read_s(weights * facts.bits_per_weight / 8, cached, alone))
+
+    def computing_s(self, weights: float, operations: float, arithmetic: str) -> float:
+        """Return the time of products without reading memory, by the rates of all formats."""
         decode = self.weights_per_s.get(arithmetic, 0.0)
         return operations / self.operations(arithmetic) + (weights / decode if decode else 0.0)
 
     def arithmetic(self, wanted: str | None) -> str:
         """Return the name of an arithmetic; None for the device's first."""
         return next(iter(self.operations_per_s)) if wanted is None else wanted
-
-
-def like(format: str, measured: Iterable[str]) -> str:
-    """Return the measured format most similar to another one; empty for none.
-
-    Similar formats have blocks of one kind (floats, short blocks, super-blocks of 256); of these,
-    the one with the nearest number of bits is chosen.
-
-    Examples
-    --------
-    >>> like("q5_k", ["f16", "q8_0", "q4_0", "q4_k"])
-    'q4_k'
-    >>> like("q5_0", ["f16", "q8_0", "q4_0", "q4_k"])
-    'q4_0'
-    """
-
-    def kind(name: str) -> int:
-        size = nk.FORMATS[name].block_size
-        return 0 if size == 1 else 1 if size < SUPER_BLOCK else 2
-
-    bits = nk.FORMATS[format].bits_per_weight
-    found = [name for name in measured if name in nk.FORMATS and kind(name) == kind(format)]
-    return min(found, key=lambda name: abs(nk.FORMATS[name].bits_per_weight - bits), default="")
 
 
 @dataclass(frozen=True)
@@ -200,6 +204,11 @@ class Machine:
     links: Mapping[str, Link] = field(default_factory=dict)
     description: str = ""
     sources: tuple[str, ...] = ()
+    join_s: float = 0.0
+    """Time to begin and end a step on ranks that are threads of one process, which waits for all of
+    them after each step; 0 for ranks that are processes."""
+    measurement: int = 0
+    """`nbflow.planner.measure_machine.VERSION`; 0 if written by hand."""
 
     def link(self, ranks: Sequence[int]) -> Link:
         """Return the slowest link among these ranks."""
@@ -256,7 +265,10 @@ def load_machine(machine: str | Path) -> Machine:
 
 
 def _machine(table: dict[str, Any], where: str, name: str) -> Machine:
-    words = ("name", "description", "sources", "ranks_per_host", "devices", "links")
+    words = (
+        "name", "description", "sources", "join_s", "measurement", "ranks_per_host", "devices",
+        "links",
+    )  # fmt: skip
     check_keys(table, where, words)
     devices: list[Device] = []
     given = table.get("devices", [])
@@ -280,6 +292,8 @@ def _machine(table: dict[str, Any], where: str, name: str) -> Machine:
         links={kind: _link(entry, f"{where}: [links.{kind}]") for kind, entry in links.items()},
         description=check_value(table.get("description", ""), f"{where}: description", str),
         sources=tuple(strings(table.get("sources", []), f"{where}: sources")),
+        join_s=_positive(table.get("join_s", 0.0), f"{where}: join_s", zero=True),
+        measurement=check_value(table.get("measurement", 0), f"{where}: measurement", int),
     )
 
 
@@ -307,7 +321,7 @@ def _fields(
 
 
 def _device(entry: Any, where: str) -> tuple[Device, int]:
-    checks = {"name": _text, "formats": _formats}
+    checks = {"name": _text, "formats": _formats, "cached": _curve, "kv_formats": _kv_formats}
     checks |= {"operations_per_s": _rates, "weights_per_s": _rates}
     values = _fields(Device, entry, where, checks, also=("count",))
     count = check_value(entry.get("count", 1), f"{where}: count", int)
@@ -329,14 +343,42 @@ def _rates(entry: Any, where: str) -> dict[str, float]:
 
 
 def _formats(entry: Any, where: str) -> dict[str, dict[str, Rates]]:
-    """Return the rates of products by weight format and arithmetic."""
+    """Return the times of products by weight format and arithmetic."""
     return {
         format: {
-            name: Rates(**_fields(Rates, rates, f"{where}.{format}.{name}", {}))
-            for name, rates in check_keys(of_format, f"{where}.{format}", ARITHMETICS).items()
+            name: _curves(Rates, times, f"{where}.{format}.{name}")
+            for name, times in check_keys(of_format, f"{where}.{format}", ARITHMETICS).items()
         }
         for format, of_format in check_keys(entry, where, tuple(nk.FORMATS)).items()
     }
+
+
+def _kv_formats(entry: Any, where: str) -> dict[str, CacheRates]:
+    """Return the times of attention by cache format."""
+    return {
+        name: CacheRates(**_fields(CacheRates, times, f"{where}.{name}", {}))
+        for name, times in check_keys(entry, where, tuple(KINDS)).items()
+    }
+
+
+def _curve(entry: Any, where: str) -> CacheCurve:
+    found: CacheCurve = _curves(CacheCurve, entry, where)
+    return found
+
+
+def _curves(kind: type[Any], entry: Any, where: str) -> Any:
+    """Return a dataclass of equally long lists of numbers."""
+    names = [each.name for each in dataclasses.fields(kind)]
+    check_keys(entry, where, tuple(names))
+    values = {}
+    for name in names:
+        numbers = entry.get(name)
+        if not isinstance(numbers, list):
+            raise UsageError(f"{where}.{name} must be a list of numbers, got {numbers!r:.80}")
+        values[name] = tuple(_positive(n, f"{where}.{name}", zero=True) for n in numbers)
+    found = kind(**values)
+    found.check(where)
+    return found
 
 
 def _link(entry: Any, where: str) -> Link:
@@ -369,6 +411,7 @@ def machine_toml(machine: Machine) -> str:
             "name": machine.name,
             "description": machine.description,
             "sources": machine.sources,
+            **{k: _rounded(v) for k in ("join_s", "measurement") if (v := getattr(machine, k))},
             "ranks_per_host": machine.ranks_per_host,
             "devices": devices,
             "links": {k: _rounded(dataclasses.asdict(v)) for k, v in machine.links.items()},
@@ -379,4 +422,6 @@ def machine_toml(machine: Machine) -> str:
 def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return [_rounded(v) for v in value]
     return value if isinstance(value, str | int) else float(f"{value:.4g}")

@@ -1,21 +1,22 @@
 """Describe this machine by measuring it: its ranks are those that mpirun started, or threads.
 
 All ranks work at the same time, as they do when they run a model, so that what they share (memory,
-caches, cores) is in the numbers.  What is timed several times (the median of what memory decides,
-as it is shared with others; the fastest of everything else):
+caches, cores) is in the numbers.  Timed several times is:
 
-- reading memory, all ranks at once and each alone (`nbflow_kernels.benchmarks.roofline`);
-- products in formats of each kind: with one row, each rank alone, how fast weights come from the
-  memory and are decoded; with 8 rows and with 256, all at once, how fast they are multiplied;
-- steps of the bundled model on each rank, in bursts and one by one: the difference is the host code
-  of a step, what is left of the first besides the products is the start of its ops;
-- an all-reduce of 16 KB and of 4 MB over all ranks: latency and rate of the exchange.
+- reading memory, all ranks at once and each alone, and repeated reads of less than that, which tell
+  what the caches keep (`nbflow_kernels.benchmarks.roofline`);
+- products in formats of each kind with 1 to 256 rows, from the caches, from memory while all ranks
+  read, and alone (`nbflow.planner.measure_kernels`);
+- attention over cache formats, the quantization of activations, a gate;
+- steps of the bundled model on each rank with 1 and 8 sequences, in bursts and one by one: the
+  difference is the host code of a step;
+- an all-reduce of 16 KB after some work, and one of 4 MB, over all ranks: latency and rate.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,19 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.distributed import Comm, SelfComm, world
 from nbflow.distributed.thread_ranks import ThreadRanks
-from nbflow.planner.machine import FEW_ROWS, Device, Link, Machine, Rates
+from nbflow.planner.machine import Device, Link, Machine
+from nbflow.planner.measure_kernels import (
+    MANY_ROWS,
+    OpTimes,
+    Ranks,
+    cache_curve,
+    lower_quartile,
+    matrix,
+    op_times,
+    product_rates,
+    product_timer,
+)
+from nbflow.planner.rates import Rates
 from nbflow.utils import system
 from nbflow_kernels.benchmarks.roofline import ReadProbe
 from nbflow_kernels.cpu.parallel_for import set_num_threads
@@ -39,18 +52,19 @@ BASE = "q8_0"
 """Fallback for formats without a measured format of their kind."""
 PROBE_BYTES = 128 << 20
 """Bytes that each rank reads in a pass."""
-SHAPE = (1024, 4096)
-"""Rows and columns of the weight matrix.  It fits into the cache; the column count is typical of
-models, since a narrow matrix would fit into the L1 cache together with the activations."""
-STREAMED_BYTES = 64 << 20
-"""Size of the matrix with as many columns for batches of one and few rows, streamed from DRAM."""
-MANY_ROWS = 256
 SMALL_BYTES, LARGE_BYTES = 16 << 10, 4 << 20
 MINIMUM_S = 1e-7
 """Lower bound of measured times; 0 would mean unknown."""
 STEPS = 48
 """Steps of the bundled model that are timed."""
+BATCH = 8
+"""Sequences of the steps that tell the host code of a sequence."""
+EXCHANGES = 8
+"""All-reduces of a repetition."""
 
+
+VERSION = 2
+"""Version of the measurement, which goes up whenever its numbers mean something else."""
 
 Load = Callable[..., Any]
 """`nbflow.load`: the caller gives it, as the planner lies below the engine."""
@@ -61,6 +75,7 @@ def measure_machine(
     n_ranks: int | None = None,
     probe_bytes: int = PROBE_BYTES,
     formats: Sequence[str] = FORMATS,
+    arithmetics: Sequence[str] = ARITHMETICS,
 ) -> Machine | None:
     """Measure the ranks that mpirun started, or `n_ranks` threads of this process.
 
@@ -74,6 +89,8 @@ def measure_machine(
         Bytes that each rank reads in a pass; several times the caches.
     formats : sequence of str
         Weight formats whose products are timed.
+    arithmetics : sequence of str
+        Arithmetics of the products, of "f32", "bf16" and "int8".
 
     Returns
     -------
@@ -92,14 +109,16 @@ def measure_machine(
                 f"mpirun started {comm.size} ranks, and all of them are measured; leave --ranks "
                 f"{n_ranks} out or start as many"
             )
-        return measure_ranks(load, comm, probe_bytes, formats)
+        return measure_ranks(load, comm, probe_bytes, formats, arithmetics)
     n = 1 if n_ranks is None else n_ranks
     if n == 1:
-        return _machine([_measure_rank(load, comm, probe_bytes, formats)], "process")
+        return _machine([_measure_rank(load, comm, probe_bytes, formats, arithmetics)], "process")
     team = ThreadRanks(n)
     try:
-        measured = team.run(lambda mine: _measure_rank(load, mine, probe_bytes, formats))
-        return _machine(measured, "threads")
+        measured = team.run(
+            lambda mine: _measure_rank(load, mine, probe_bytes, formats, arithmetics)
+        )
+        return dataclasses.replace(_machine(measured, "threads"), join_s=_join_seconds(team))
     finally:
         team.close()
 
@@ -134,6 +153,7 @@ def _machine(ranks: list[tuple[Device, Link | None, str]], what: str) -> Machine
         links={"host" if per_host == n else "network": slowest} if links else {},
         description=f"{n} {what} of {devices[0].name}, {per_host} on each host",
         sources=("measured by nbflow plan --measure (nbflow/planner/measure_machine.py)",),
+        measurement=VERSION,
     )
 
 
@@ -148,24 +168,27 @@ def _measure_rank(
     here = hosts.count(platform.node())
     threads = max(1, available_cores() // here)
     set_num_threads(threads)
+    ranks = Ranks(comm)
     probe = ReadProbe(probe_bytes, threads)
-    together = _at_once(comm, probe.seconds, statistics.median)
-    alone = _in_turn(comm, probe.seconds)
-    operations, weights, products = {}, {}, {}
-    for arithmetic in dict.fromkeys(("f32", *arithmetics)):  # the first one stands for unstated
-        one, _, many = products[BASE, arithmetic] = _products(comm, BASE, arithmetic)
-        row_s = max(many - one, 0.1 * many) / (MANY_ROWS - 1)
-        operations[arithmetic] = 2.0 / row_s
-        weights[arithmetic] = 1.0 / max(one - row_s, 0.1 * one)
+    together = ranks.at_once(probe.seconds)
+    alone = ranks.in_turn(probe.seconds)
+    curve, cached_rate = cache_curve(ranks, probe_bytes, threads)
     rates: dict[str, dict[str, Rates]] = {}
-    for format in dict.fromkeys(formats):
-        for arithmetic in operations:
-            if arithmetic == "int8" and nk.FORMATS[format].block_size == 1:
-                continue  # it would be float32
-            if (format, arithmetic) not in products:
-                products[format, arithmetic] = _products(comm, format, arithmetic)
-            rates.setdefault(format, {})[arithmetic] = _rates(*products[format, arithmetic])
-    step_s, op_s = _step_seconds(load, comm, threads)
+    known = tuple(dict.fromkeys(("f32", *arithmetics)))  # the first one stands for unstated
+    for format in dict.fromkeys((BASE, *formats)):
+        # floats have no int8 products: theirs are float32
+        is_float = nk.FORMATS[format].block_size == 1
+        for arithmetic in known if format == BASE or is_float else arithmetics:
+            if is_float and arithmetic == "int8":
+                continue
+            rates.setdefault(format, {})[arithmetic] = product_rates(ranks, format, arithmetic)
+    operations, weights = {}, {}
+    for arithmetic, base in rates[BASE].items():  # of formats unlike all measured ones
+        row_s = base.cached_s[-1] / MANY_ROWS
+        operations[arithmetic] = 2.0 / row_s
+        weights[arithmetic] = 1.0 / max(base.cached_s[0] - row_s, 0.1 * base.cached_s[0])
+    ops: OpTimes = op_times(ranks)
+    step_s, sequence_s = _step_seconds(load, comm, threads)
     memory = system.memory_bytes() or 0
     device = Device(
         name=f"{system.processor_name()}, {threads} threads",
@@ -173,123 +196,91 @@ def _measure_rank(
         read_bytes_per_s=probe.n_bytes / together,
         operations_per_s=operations,
         weights_per_s=weights,
-        formats=rates,
+        formats={format: rates[format] for format in dict.fromkeys(formats)},
         read_alone_bytes_per_s=probe.n_bytes / alone,
-        op_s=op_s,
+        cached=curve,
+        cached_bytes_per_s=cached_rate,
+        **vars(ops),
         step_s=step_s,
+        sequence_s=sequence_s,
         burst_step_s=MINIMUM_S,
     )
     return device, _link(comm) if comm.size > 1 else None, platform.node()
 
 
-def _products(comm: Comm, format: str, arithmetic: str) -> tuple[float, float, float]:
-    """Return the time that one weight takes in a product with one row, few and many.
-
-    With one, each rank works alone; else all do at the same time.
-    """
-    matrix = _matrix(format)
-    streamed = _matrix(format, -(-STREAMED_BYTES // matrix.nbytes))
-    one = _in_turn(comm, _product(streamed, 1, arithmetic))
-    few = _at_once(comm, _product(streamed, FEW_ROWS, arithmetic), statistics.median)
-    return one, few, _at_once(comm, _product(matrix, MANY_ROWS, arithmetic))
-
-
-def _matrix(format: str, copies: int = 1) -> nk.QuantTensor:
-    """Return a matrix of random weights, so often one below the other."""
-    rng = np.random.default_rng(0)
-    data = nk.quantize(
-        rng.standard_normal(SHAPE, np.float32), format, quantizer="reference"
-    ).tobytes()
-    return nk.QuantTensor.from_bytes(data * copies, format, (copies * SHAPE[0], SHAPE[1]))
-
-
-def _product(matrix: nk.QuantTensor, rows: int, arithmetic: str) -> Callable[[], float]:
-    """Return what times a product, divided by the weights; compiled."""
-    n_outputs, n_columns = matrix.shape
-    x = np.ones((rows, n_columns), np.float32)
-    out = np.empty((rows, n_outputs), np.float32)
-
-    def weight_s() -> float:
-        started = time.perf_counter()
-        nk.qmatmul(x, matrix, activations=arithmetic, out=out)
-        return (time.perf_counter() - started) / (n_outputs * n_columns)
-
-    weight_s()
-    return weight_s
-
-
-def _rates(one: float, few: float, many: float) -> Rates:
-    """Return what the times of a weight in three products say; never that it takes no time."""
-    row_s = max(few - one, 0.05 * few) / (FEW_ROWS - 1)
-    more_s = max(many - few, 0.1 * many) / (MANY_ROWS - FEW_ROWS)
-    return Rates(1.0 / max(one - row_s, 0.1 * one), 2.0 / row_s, 2.0 / more_s)
-
-
-Pick = Callable[[list[float]], float]
-"""Takes one of several times."""
-
-
-def _at_once(comm: Comm, measure: Callable[[], float], pick: Pick = min) -> float:
-    """Return what every rank measures while all of them do."""
-    comm.barrier()
-    return pick([measure() for _ in range(9)])
-
-
-def _in_turn(comm: Comm, measure: Callable[[], float]) -> float:
-    """Return the median of what each rank measures while the others wait."""
-    result = 0.0
-    for rank in range(comm.size):
-        comm.barrier()
-        if comm.rank == rank:
-            result = statistics.median(measure() for _ in range(5))
-    comm.barrier()
-    return result
-
-
 def _step_seconds(load: Load, comm: Comm, threads: int) -> tuple[float, float]:
-    """Return the host code of a step that is not part of a burst, and the start of an op."""
-    weight_s = _at_once(
-        comm, _product(_matrix("f16"), 1, "f32")
-    )  # as the model's, the cache holds it
+    """Return the host code of a step outside of bursts: with one sequence, and of each further."""
+    host_s = []
     with load("tiny_python", comm=SelfComm(), threads=threads) as model:
-        seconds = []
-        for burst_s in (0.0, 1.0):
-            _run(model, burst_s)  # compiles
-            comm.barrier()
-            taken = min(_run(model, burst_s) for _ in range(5))
-            seconds.append(taken / STEPS)
-        one_by_one, in_bursts = seconds
-        work_s = model.spec.n_parameters * weight_s
-        n_ops = len(model.workers[0].program.ops)
-    return max(one_by_one - in_bursts, MINIMUM_S), max(in_bursts - work_s, MINIMUM_S) / n_ops
+        worker = model.workers[0]
+        for batch in (1, BATCH):
+            taken = []
+            for in_bursts in (True, False):
+                if not in_bursts:  # as one of several ranks, which have no bursts
+                    worker._can_multi_step = lambda scheduled: False
+                _run(model, batch)  # compiles
+                comm.barrier()
+                taken.append(min(_run(model, batch) for _ in range(5)) / STEPS)
+                vars(worker).pop("_can_multi_step", None)
+            host_s.append(max(taken[1] - taken[0], MINIMUM_S))
+    return host_s[0], max(host_s[1] - host_s[0], 0.0) / (BATCH - 1)
 
 
-def _run(model: Any, burst_s: float) -> float:
-    """Return the seconds that `STEPS` tokens of one sequence take."""
-    request = model.make_request([0] * 8, STEPS, "greedy", 0, ignore_eos=True)
-    request.wants_logprobs = False
+def _run(model: Any, batch: int) -> float:
+    """Return the seconds that `STEPS` tokens of some sequences take, in bursts if possible."""
+    requests = [
+        model.make_request([0] * 8, STEPS, "greedy", 0, ignore_eos=True) for _ in range(batch)
+    ]
+    for request in requests:
+        request.wants_logprobs = False
     started = time.perf_counter()
-    for _ in model.run_requests([request], burst_s=burst_s):
+    for _ in model.run_requests(requests, burst_s=1.0):
         pass
     return time.perf_counter() - started
 
 
-def _link(comm: Comm) -> Link:
-    """Return latency and rate of an all-reduce over all ranks."""
+def _join_seconds(team: ThreadRanks) -> float:
+    """Return the time to begin and end a step on rank threads, in addition to its work."""
+    timers = team.run(lambda comm: product_timer(matrix(BASE), 1, "f32"))
 
-    def measure(n_bytes: int) -> float:
+    def run(comm: Comm) -> float:
+        started = time.perf_counter()
+        timers[comm.rank]()
+        return time.perf_counter() - started
+
+    seconds = []
+    for _ in range(32):
+        started = time.perf_counter()
+        worked = max(team.run(run))
+        seconds.append(time.perf_counter() - started - worked)
+    return max(lower_quartile(seconds), MINIMUM_S)
+
+
+def _link(comm: Comm) -> Link:
+    """Return latency and rate of an all-reduce over all ranks.
+
+    Ranks reach an all-reduce of a step after some work, in which others fall asleep or hold
+    Python's lock: the latency is that of an exchange after a product, without the product.
+    """
+    work = product_timer(matrix(BASE), 1, "f32")
+
+    def measure(n_bytes: int, works: bool) -> float:
         array = np.zeros(n_bytes // 4, np.float32)
         comm.Allreduce(array)
         seconds = []
-        for _ in range(5):
+        for _ in range(9):
             comm.barrier()
-            started = time.perf_counter()
-            for _ in range(8):
+            started, worked = time.perf_counter(), 0.0
+            for _ in range(EXCHANGES):
+                if works:
+                    began = time.perf_counter()
+                    work()
+                    worked += time.perf_counter() - began
                 comm.Allreduce(array)
-            seconds.append((time.perf_counter() - started) / 8)
-        return statistics.median(seconds)
+            seconds.append((time.perf_counter() - started - worked) / EXCHANGES)
+        return lower_quartile(seconds)
 
-    small, large = measure(SMALL_BYTES), measure(LARGE_BYTES)
+    small, large = measure(SMALL_BYTES, True), measure(LARGE_BYTES, False)
     others = comm.size - 1
     rate = others * (LARGE_BYTES - SMALL_BYTES) / max(large - small, 1e-9)
     return Link(max(small - others * SMALL_BYTES / rate, 1e-7), rate, "gather")

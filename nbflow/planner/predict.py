@@ -7,8 +7,13 @@ decode step takes
 
     max(sum(t_s) + d, m * max(t_s)),
 
-the latency of one micro-batch, or the work of the slowest stage on all of them.  A prompt of n
-chunks takes sum(t_s) + d + (n - 1) * max(t_s).  The remaining time of the stages is the bubble.
+the latency of one micro-batch, or the work of the slowest stage on all of them.  Threads of one
+process end each step together (`Machine.join_s`), so that a pipeline fills and drains in each step:
+
+    sum(t_s) + d + (m - 1) * max(t_s).
+
+A prompt of n chunks takes as long as a step of n micro-batches.  The remaining time of the stages
+is the bubble.
 
 Models with an encoder are predicted in `nbflow.planner.encoder_models`.
 """
@@ -199,6 +204,7 @@ class _Pipeline:
         # The rank with the head samples, and broadcasts the tokens before the next step.
         several = len(plan.numbers) > 1
         self._broadcast_s = machine.link(plan.numbers).latency_s if several else 0.0
+        self._join_s = machine.join_s if several else 0.0
         self._one_rank_reads = only and all(len(stage.ranks) == 1 for stage in self.stages)
 
     def _step_times(self, step: StepShape, busy: bool) -> tuple[list[float], float, float]:
@@ -220,7 +226,11 @@ class _Pipeline:
         size = -(-workload.batch // m)
         context = min(workload.prompt + (workload.generate + 1) // 2, workload.kv_tokens)
         times, between, share = self._step_times(StepShape(size, 1, context, size), m > 1)
-        seconds = max(sum(times) + between, m * max(times)) + self._broadcast_s
+        if self._join_s:
+            seconds = sum(times) + between + (m - 1) * max(times) + self._join_s
+        else:
+            seconds = max(sum(times) + between, m * max(times))
+        seconds += self._broadcast_s
         bubble = 1.0 - m * sum(times) / (len(times) * seconds) if len(times) > 1 else 0.0
         return _Decode(seconds, m, share, max(0.0, bubble))
 
@@ -239,4 +249,6 @@ class _Pipeline:
         first, between, _ = times[0]
         slowest = sum(max(stage_times) for stage_times, _, _ in times)
         seconds = sum(first) + between + rounds * slowest - max(first)
-        return seconds + self._broadcast_s, max(steps, key=lambda step: step.n_tokens)
+        return seconds + self._broadcast_s + self._join_s, max(
+            steps, key=lambda step: step.n_tokens
+        )

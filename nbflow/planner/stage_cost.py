@@ -7,14 +7,18 @@ other at every all-reduce: in between, the slowest rank counts.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import nbflow_kernels as nk
 from nbflow.distributed.plan import Plan, RankPlan
 from nbflow.distributed.quantized_all_reduce import q8_packed_bytes
 from nbflow.planner.machine import Device, Machine
 from nbflow.planner.memory import WeightBytes, buffer_bytes, weight_bytes
 from nbflow.planner.planned_model import PlannedModel
+from nbflow.planner.rates import cache_rates
 from nbflow.program import fuse, partition
 from nbflow.program.cost import (
     FLOAT32_BYTES,
@@ -25,7 +29,8 @@ from nbflow.program.cost import (
     op_cost,
     sends_q8,
 )
-from nbflow.program.records import COMMUNICATION, Op, Program, state_of
+from nbflow.program.records import COMMUNICATION, Op, Program, mask_of, state_of
+from nbflow.spec.kv_formats import parse_kv
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,25 @@ class RunConfig:
     """Payload of all-reduces, "f32" or "q8": see `nbflow.distributed.make_plan`."""
 
 
-Costs = tuple[OpCost, str]
-"""Cost of an op, and the format of its weights; empty without weights."""
+MATRIX_OPS = ("linear", "heads_linear", "experts")
+ATTENTION_OPS = ("attention", "cross_attention", "sparse_attention")
+
+
+@dataclass(frozen=True)
+class OpWork:
+    """Work of one op in a step."""
+
+    kind: str
+    cost: OpCost
+    formats: tuple[tuple[str, float], ...] = ()
+    """Formats of its weights, each with its share of them."""
+    quantized: float = 0.0
+    """Activations that it quantizes, if the arithmetic is int8."""
+    sides: tuple[tuple[str, float, int], ...] = ()
+    """Of attention and `append_kv`, keys and values: cache format, rows read or written (a row is a
+    token of a head), and elements of a row."""
+    items: float = 0.0
+    """Of attention: sequences times KV heads."""
 
 
 class RankWork:
@@ -115,41 +137,166 @@ class RankWork:
             for op in self.program.ops
         )
 
-    def segments(self, step: StepShape, kv: str) -> Iterator[tuple[int, Op, list[Costs]]]:
-        """Yield (count, last op, costs) of the segments between communication ops.
+    def segments(self, step: StepShape, kv: str) -> Iterator[tuple[int, Op, list[OpWork]]]:
+        """Yield (count, last op, works) of the segments between communication ops.
 
         The last op is the communication op itself, where one ends the segment.
         """
-        costs: list[Costs] = []
+        works: list[OpWork] = []
         for op, following in zip(self.program.ops, (*self.program.ops[1:], None), strict=True):
             if op.kind not in COMMUNICATION:
-                cost = op_cost(self.program, op, step, self._model.bits, kv)
-                if op.kind in ("append_kv", "attention"):
-                    ratio = self._kv_ratio(op.layer or 0, kv)
-                    cost = dataclasses.replace(cost, kv_bytes=ratio * cost.kv_bytes)
-                format = self._model.format_of(op.weights[0].name) if op.weights else ""
-                costs.append((cost, format))
+                works.append(self._work(op, step, kv))
             ends = following is None or following.layer != op.layer
             if op.kind in COMMUNICATION or ends:
-                yield self.count(op), op, costs
-                costs = []
+                yield self.count(op), op, works
+                works = []
+
+    def read_bytes(self, step: StepShape, kv: str) -> float:
+        """Return the bytes of weights and cache that a step reads."""
+        return sum(
+            n * (work.cost.weight_bytes + work.cost.kv_bytes)
+            for n, _, works in self.segments(step, kv)
+            for work in works
+        )
+
+    def _work(self, op: Op, step: StepShape, kv: str) -> OpWork:
+        """Return the work of one op."""
+        cost = op_cost(self.program, op, step, self._model.bits, kv)
+        if op.kind in ("append_kv", "attention"):
+            ratio = self._kv_ratio(op.layer or 0, kv)
+            cost = dataclasses.replace(cost, kv_bytes=ratio * cost.kv_bytes)
+        work = OpWork(op.kind, cost)
+        if op.kind in MATRIX_OPS:
+            return dataclasses.replace(work, **self._matrices(op, step))
+        if op.kind in (*ATTENTION_OPS, "append_kv"):
+            return dataclasses.replace(work, **self._sides(op, step, kv))
+        return work
+
+    def _matrices(self, op: Op, step: StepShape) -> dict[str, Any]:
+        """Return the formats of an op's matrices, and the activations quantized for them."""
+        sizes: dict[str, float] = {}
+        for operand in op.weights:
+            format = self._model.format_of(operand.name)
+            shape = operand.shape(self._model.spec.shape_of(operand.name))
+            sizes[format] = sizes.get(format, 0.0) + math.prod(shape)
+        whole = sum(sizes.values())
+        buffer = self.program.buffers.get(op.inputs[0])
+        rows = step.n_logits if buffer is None or buffer.rows != "tokens" else step.n_tokens
+        blocks = any(nk.FORMATS[format].block_size > 1 for format in sizes)
+        return {
+            "formats": tuple((format, n / whole) for format, n in sizes.items()),
+            "quantized": float(rows * buffer.width) if buffer is not None and blocks else 0.0,
+        }
+
+    def _sides(self, op: Op, step: StepShape, kv: str) -> dict[str, Any]:
+        """Return rows of keys and values that an op reads or writes."""
+        layer, spec = op.layer or 0, self.program.spec
+        heads = self.program.heads_of(layer)
+        if op.kind == "append_kv":
+            tokens = step.n_tokens
+        elif op.kind == "sparse_attention":
+            assert spec.indexer is not None
+            tokens = step.n_tokens * min(step.context, spec.indexer.top_k)
+        else:
+            seen = step
+            if op.kind == "cross_attention":
+                seen = dataclasses.replace(step, context=step.encoder_tokens)
+            tokens = seen.keys(mask_of(op))
+        formats = parse_kv(kv).of(layer, spec.n_layers)
+        widths = heads.key_dim, heads.value_dim if spec.latent is None else 0
+        rows = float(tokens * heads.n_kv_heads)
+        sides = zip(formats, widths, strict=True)
+        return {
+            "sides": tuple((format.name, rows, width) for format, width in sides if width),
+            "items": float(step.n_sequences * heads.n_kv_heads),
+        }
 
 
-def seconds_of(costs: Costs, device: Device, config: RunConfig, alone: bool) -> float:
-    """Return the roofline time of one op on a device."""
-    cost, format = costs
-    rate = device.read_bytes_per_s
-    if alone and device.read_alone_bytes_per_s:
-        rate = device.read_alone_bytes_per_s
+def seconds_of(
+    work: OpWork, device: Device, config: RunConfig, alone: bool, cached: float = 0.0
+) -> float:
+    """Return the time of one op on a device.
+
+    Where kernels have been measured, an op takes what they took; else the longer of the times of
+    its bytes and of its operations (roofline).
+
+    Parameters
+    ----------
+    work : OpWork
+        The op.
+    device : Device
+        The device.
+    config : RunConfig
+        Arithmetic and placement.
+    alone : bool
+        No other rank reads memory.
+    cached : float
+        Share of weights and cache in the processor's caches, 0..1.
+    """
+    if work.formats and device.formats:
+        taken = _products_s(work, device, config, alone, cached)
+    elif work.sides and device.kv_formats and not config.kv_host:
+        taken = _attention_s(work, device, alone, cached)
+    else:
+        taken = _roofline_s(work.cost, work, device, config, alone)
+    return device.op_s + taken
+
+
+def _products_s(
+    work: OpWork, device: Device, config: RunConfig, alone: bool, cached: float
+) -> float:
+    """Return the time of matrix products, and of the quantization of their activations."""
+    cost, arithmetic = work.cost, device.arithmetic(config.activations)
+    seconds = sum(
+        device.matrix_s(
+            share * cost.weights, share * cost.operations, format, arithmetic, cached, alone
+        )
+        for format, share in work.formats
+    )
+    return seconds + (work.quantized * device.quantize_s if arithmetic == "int8" else 0.0)
+
+
+def _attention_s(work: OpWork, device: Device, alone: bool, cached: float) -> float:
+    """Return the time to append keys and values, or to attend to them.
+
+    Rows are read, then decoded and multiplied: the times of the memory and of the arithmetic add
+    up, because one head's rows are too short for the processor to read ahead.
+    """
+    operations = device.attention_operations_per_s or device.operations(None)
+    seconds = 0.0
+    for format, rows, width in work.sides:
+        rates = cache_rates(format, device.kv_formats)
+        if work.kind == "append_kv":
+            seconds += rows * width * rates.write_s
+        else:
+            seconds += rates.read_s(rows, width)
+    if work.kind == "append_kv":
+        return seconds
+    return (
+        seconds
+        + device.read_s(work.cost.kv_bytes, cached, alone)
+        + work.cost.attention_operations / operations
+        + work.items * device.attention_item_s
+    )
+
+
+def _roofline_s(
+    cost: OpCost, work: OpWork, device: Device, config: RunConfig, alone: bool
+) -> float:
+    """Return the longer of the times of an op's bytes and of its operations."""
     on_host = cost.kv_bytes * config.kv_host
-    reading = (cost.weight_bytes + cost.kv_bytes - on_host + cost.buffer_bytes) / rate
+    reading = device.read_s(cost.weight_bytes + cost.kv_bytes - on_host, alone=alone)
     if on_host:
         reading += on_host / device.host_read_bytes_per_s
+    if device.buffer_bytes_per_s:
+        reading += cost.buffer_bytes / device.buffer_bytes_per_s
+    else:
+        reading += device.read_s(cost.buffer_bytes, alone=alone)
     arithmetic = device.arithmetic(config.activations)
     computing = cost.attention_operations / device.operations(arithmetic)
-    if cost.weights:
-        computing += device.product_s(cost.weights, cost.operations, format, arithmetic)
-    return device.op_s + max(reading, computing)
+    if work.formats:
+        computing += device.computing_s(cost.weights, cost.operations, arithmetic)
+    return max(reading, computing)
 
 
 class Stage:
@@ -166,7 +313,6 @@ class Stage:
         self.ranks = [RankWork(model, plan, program) for plan in plans]
         self._devices = [machine.devices[plan.rank] for plan in plans]
         self._link = machine.link([p.rank for p in plans]) if len(plans) > 1 else None
-        self._host_s = max(device.step_s for device in self._devices)
         self._multi_step_s = self._devices[0].burst_step_s if only and len(plans) == 1 else 0.0
         # Equal shards on equal devices cost the same: keep one of each.
         unique = {}
@@ -178,17 +324,28 @@ class Stage:
         """Return the time of the stage for a step, and its communication time."""
         ranks = [list(work.segments(step, config.kv)) for work, _ in self._unique]
         in_multi_step = self._multi_step_s and step.n_new == 1
-        total, communication = self._multi_step_s if in_multi_step else self._host_s, 0.0
+        total, communication = self._multi_step_s if in_multi_step else self._host(step), 0.0
+        shares = [
+            0.0 if device.cached is None else device.cached.of(work.read_bytes(step, config.kv))
+            for work, device in self._unique
+        ]
         for segment in zip(*ranks, strict=True):
             n, op, _ = segment[0]
             slowest = max(
-                sum(seconds_of(cost, device, config, alone) for cost in costs)
-                for (_, _, costs), (_, device) in zip(segment, self._unique, strict=True)
+                sum(seconds_of(work, device, config, alone, cached) for work in works)
+                for (_, _, works), (_, device), cached in zip(
+                    segment, self._unique, shares, strict=True
+                )
             )
             sending = self._communication_s(op, step)
             total += n * (slowest + sending)
             communication += n * sending
         return total, communication
+
+    def _host(self, step: StepShape) -> float:
+        """Return the time of a step's host code on the slowest rank."""
+        more = step.n_sequences - 1
+        return max(device.step_s + more * device.sequence_s for device in self._devices)
 
     def _communication_s(self, op: Op, step: StepShape) -> float:
         if self._link is None or op.kind not in ("all_reduce", "all_gather"):

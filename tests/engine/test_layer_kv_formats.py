@@ -75,7 +75,7 @@ def test_storage_and_plans_count_the_bytes_of_each_layer(checkpoint):
     assert work.kv_token_bytes(KV) == kv_token_bytes(program, KV)
     step = StepShape(1, 1, 100, 1)
     read = {
-        kv: sum(n * cost.kv_bytes for n, _, costs in work.segments(step, kv) for cost, _ in costs)
+        kv: sum(n * each.cost.kv_bytes for n, _, ops in work.segments(step, kv) for each in ops)
         for kv in (KV, "f16")
     }
     assert read[KV] / read["f16"] == pytest.approx((256 + 72 + 72 + 96) / (4 * 256))

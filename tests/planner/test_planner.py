@@ -25,14 +25,15 @@ from nbflow.planner import (
     known_machines,
     load_machine,
     machine_toml,
+    measure_kernels,
     measure_machine,
     planned_model,
     predict,
     with_shares,
 )
 from nbflow.planner.auto_partition import _chosen as chosen_partition
-from nbflow.planner.machine import like
 from nbflow.planner.memory import buffer_bytes, weight_bytes
+from nbflow.planner.rates import like
 from nbflow.planner.stage_cost import RankWork
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import StepShape, bytes_sent
@@ -179,10 +180,14 @@ def test_replicas_share_the_sequences_out():
 
 
 def test_products_take_what_was_measured_of_their_format():
-    """With infinite memory bandwidth, the first rows cost more per row than the others."""
+    """With infinite memory bandwidth; a format that was not measured takes a similar one's time."""
     of = {"q8_0": 2e9, "q4_0": 4e9, "q4_k": 1e9, "f16": 8e9}
     formats = {
-        n: {"f32": Rates(w, 1e10, 1e12), "int8": Rates(2 * w, 1e10, 1e12)} for n, w in of.items()
+        n: {
+            arithmetic: Rates((1, 8), *(((1 / (faster * w), 3 / (faster * w)),) * 3))
+            for arithmetic, faster in (("f32", 1), ("int8", 2))
+        }
+        for n, w in of.items()
     }
     del formats["f16"]["int8"]
     known = {"operations_per_s": {"f32": 1e9, "int8": 1e9}, "weights_per_s": {"f32": 1e6}}
@@ -195,11 +200,16 @@ def test_products_take_what_was_measured_of_their_format():
         ("f32", "f16", "int8", 8e9),  # computed as float32
     ]:
         assert like(name, formats) == same
-        one, nine = (device.product_s(1e6, 2e6 * n, name, arithmetic) for n in (1, 9))
-        assert one == pytest.approx(1e6 / rate + 2e6 / 1e10)
-        assert nine == pytest.approx(1e6 / rate + 16e6 / 1e10 + 2e6 / 1e12)
+        one, eight = (device.matrix_s(1e6, 2e6 * n, name, arithmetic) for n in (1, 8))
+        assert one == pytest.approx(1e6 / rate)
+        assert eight == pytest.approx(3e6 / rate)
+    slow = dataclasses.replace(device, read_bytes_per_s=1e6)
+    assert slow.matrix_s(1e6, 2e6, "q4_0", "f32") == pytest.approx(1e6 / 4e9)  # of that memory
+    assert slow.matrix_s(1e6, 2e6, "q6_k", "f32") == pytest.approx(6.5625 / 8)  # bits of q6_k
     plain = dataclasses.replace(device, formats={"q4_k": formats["q4_k"]})
-    assert plain.product_s(1e6, 2e6, "q4_0", "f32") == pytest.approx(1.0 + 2e-3)  # none similar
+    assert plain.matrix_s(1e6, 2e6, "q4_0", "f32") == pytest.approx(1.0 + 2e-3)  # none similar
+    # without int8 kernels and without rates of floats, the general ones of float32 count
+    assert plain.matrix_s(1e6, 2e6, "f16", "int8") == pytest.approx(1.0 + 2e-3)
     whole = Machine("m", (device,), 1)
     seconds = {w: predict(model(w), "0", whole).decode_s for w in ("q8_0", "q4_0")}
     assert seconds["q4_0"] < seconds["q8_0"]
@@ -318,7 +328,8 @@ def test_packaged_machines_say_where_their_numbers_are_from(name, tmp_path):
 
 
 def test_rates_of_formats_are_written_and_read_again(tmp_path):
-    rates = {"q4_0": {"f32": Rates(1e9, 2e9, 3e9), "int8": Rates(4e9, 5e9, 6e9)}}
+    times = ((1.5, 2.0), (2.0, 3.0), (1.75, 3.0))
+    rates = {"q4_0": {"f32": Rates((1, 8), *times), "int8": Rates((1, 8), *times)}}
     fast = dataclasses.replace(DEVICE, formats=rates)
     whole = Machine("m", (fast, DEVICE), 2, {"host": LINK}, "d", ("s",))
     path = tmp_path / "m.toml"
@@ -328,11 +339,11 @@ def test_rates_of_formats_are_written_and_read_again(tmp_path):
     for change, words in (
         (("formats.q4_0", "formats.q4_9"), r"unknown key 'q4_9'"),
         (("q4_0.int8]", "q4_0.int9]"), r"formats\.q4_0: unknown key 'int9'"),
-        (("weights_per_s = 1000000000.0\n", ""), r"q4_0\.f32: weights_per_s is missing"),
         (
-            ("weights_per_s = 1000000000.0", "weights_per_s = 0"),
-            r"q4_0\.f32: weights_per_s must be",
+            ("cached_s = [\n    1.5,\n    2.0,\n]\n", ""),
+            r"q4_0\.f32\.cached_s must be a list of numbers",
         ),
+        (("    1.5,", "    -1.5,"), r"q4_0\.f32\.cached_s must be a number, got -1\.5"),
     ):
         assert change[0] in text
         path.write_text(text.replace(*change, 1))
@@ -435,7 +446,12 @@ def test_wrong_usage(arguments, words, capsys):
 
 
 def test_this_machine_can_be_measured(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(measure_machine, "STREAMED_BYTES", 1 << 20)  # checks units, not values
+    # checks units, not values
+    for name, value in (
+        ("STREAMED_BYTES", 1 << 20), ("REPEATS", 2), ("CURVE_MB", (1, 2)), ("ROWS", (1, 8)),
+    ):  # fmt: skip
+        monkeypatch.setattr(measure_kernels, name, value)
+    monkeypatch.setattr(measure_machine, "STEPS", 3)
     path = tmp_path / "mine.toml"
     assert command("--measure", "--ranks", "2", "--weights", "q8_0", "-o", str(path)) == 0
     assert "2 threads of" in capsys.readouterr().out
@@ -448,7 +464,19 @@ def test_this_machine_can_be_measured(tmp_path, capsys, monkeypatch):
         assert 0 < device.step_s < 1
         ((name, rates),) = device.formats.items()
         assert (name, list(rates)) == ("q8_0", ["f32", "bf16", "int8"])
-        assert all(1e8 < rate.operations_per_s < 1e13 for rate in rates.values())
+        for times in rates.values():
+            for column in (times.cached_s, times.streamed_s, times.streamed_alone_s):
+                # a weight takes at most a few hundred operations' time in the 256 rows
+                assert all(1e-13 < seconds < 1e-6 for seconds in column)
+        assert 1e8 < device.attention_operations_per_s < 1e13
+        assert 1e8 < device.cached_bytes_per_s < 1e13
+        for kv in device.kv_formats.values():
+            assert all(1e-14 < seconds < 1e-5 for seconds in dataclasses.astuple(kv))
+        assert 1e-12 < device.quantize_s < 1e-6
+        assert device.cached is not None
+        assert device.cached.share[0] == 1.0
     assert 0 < measured.links["host"].latency_s < 1
+    assert 0 < measured.join_s < 1
+    assert measured.measurement == measure_machine.VERSION
     predictions, _ = compare(planned_model("tiny_python"), measured, Workload(1, 16, 16))
     assert best(predictions, "latency").fits

@@ -1,14 +1,16 @@
 """Predictions of `nbflow plan --max-kld` against measurements of random choices.
 
     python tools/measure/joint_plan.py MODEL FOLDER --what kld     --points 100
-    python tools/measure/joint_plan.py MODEL FOLDER --what speed   --points 100 --seconds 110
+    python tools/measure/joint_plan.py MODEL FOLDER --what speed   --points 104 --seconds 110
     python tools/measure/joint_plan.py MODEL FOLDER --what choices --seconds 110
     python tools/measure/joint_plan.py MODEL FOLDER --what table
 
 A point is a random format for each matrix (around a random middle), cache formats, and for speed
-a partition of two ranks (threads) and a batch.  ``kld`` measures the divergence on the second half
+a partition of two ranks (threads), a batch and a length of the prompts: one choice of formats and
+partition is loaded for all batches.  ``kld`` measures the divergence on the second half
 of the model's eval.txt; the losses (FOLDER/losses.json) were measured on the first half.  ``speed``
-measures tokens per second (quiet machines only; FOLDER/machine.toml is measured at first).
+measures tokens per second (quiet machines only; FOLDER/machine.toml is measured at first, and again
+if its measurement has another version; rows of another one are left out).
 ``choices`` measures the plans for several limits, which ``table`` (FOLDER/README.md) compares with
 the points: the regret is the speed that the best measured point within the limit has above the
 plan's.
@@ -25,9 +27,8 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -53,18 +54,22 @@ from nbflow.planner import (
     planned_model,
     predict,
 )
-from nbflow.planner.measure_machine import measure_machine
+from nbflow.planner.measure_kernels import lower_quartile
+from nbflow.planner.measure_machine import VERSION, measure_machine
 from nbflow.quantization.policy import WeightFormats, is_quantized
 from nbflow.spec import resolve
 from nbflow_kernels import FORMATS
 
 WEIGHTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
 CACHES = ("f16", "q8_0", "q5_0", "q4_0")
-PARTITIONS = ("0", "0;1", "0&1")
-"""Without replicas, whose decode time `time_both` cannot separate from their prompts."""
-BATCHES = (1, 8)
+PARTITIONS = ("0", "0;1", "0&1", "0/1")
+BATCHES = (1, 4, 8, 16)
+PROMPTS = (16, 64, 128, 384)
+MAX_TOKENS = 512
+"""Prompt tokens of a batch at most, so that a point takes about a second."""
 LIMITS = (0.003, 0.01, 0.03, 0.1, 0.3)
-PROMPT, GENERATE = 64, 16
+CHOICE_BATCHES, CHOICE_PROMPT = (1, 8), 64
+GENERATE, REPEATS = 24, 4
 QUANTIZER, ACTIVATIONS = "reference", "int8"
 
 
@@ -109,15 +114,12 @@ class Run:
             return
         machine = self._machine()
         if self._arguments.what == "speed":
-            for seed, formats, kv in self._points("speed"):
-                rng = np.random.default_rng((seed, 1))
-                partition, batch = str(rng.choice(PARTITIONS)), int(rng.choice(BATCHES))
-                self._measure_speed(machine, "speed", formats, kv, partition, batch, seed=seed)
+            self._measure_speeds(machine)
             return
         probe = self._probe(1)
         done = {(r["limit"], r["batch"]) for r in rows_of(self._folder) if r["what"] == "choices"}
         for limit in LIMITS:
-            for batch in BATCHES:
+            for batch in CHOICE_BATCHES:
                 if time.monotonic() < self._end and (limit, batch) not in done:
                     self._measure_choice(machine, probe, limit, batch)
 
@@ -151,11 +153,23 @@ class Run:
 
     def _machine(self) -> Machine:
         path = self._folder / "machine.toml"
-        if not path.exists():
-            machine = measure_machine(nbflow.load, 2, formats=WEIGHTS)
+        # a file of an older measurement may have keys that are unknown now
+        if not path.exists() or f"measurement = {VERSION}\n" not in path.read_text():
+            machine = measure_machine(
+                nbflow.load, 2, formats=(*WEIGHTS, "f16"), arithmetics=(ACTIVATIONS,)
+            )
             assert machine is not None
             path.write_text(machine_toml(machine))
         return load_machine(path)
+
+    def _choice(self, seed: int) -> tuple[dict[str, str], str]:
+        """Return the weight formats and cache formats of a point."""
+        rng = np.random.default_rng(seed)
+        middle = rng.uniform(-0.5, len(WEIGHTS) - 0.5)
+        at = np.rint(rng.normal(middle, 1.0, len(self.known.shapes)))
+        chosen = at.clip(0, len(WEIGHTS) - 1).astype(int)
+        formats = {m: WEIGHTS[j] for m, j in zip(self.known.shapes, chosen, strict=True)}
+        return formats, "/".join(rng.choice(CACHES, 2))
 
     def _points(self, what: str) -> Iterator[tuple[int, dict[str, str], str]]:
         """Yield the seed, formats and cache of each point that is missing."""
@@ -165,12 +179,25 @@ class Run:
                 continue
             if time.monotonic() >= self._end:
                 break
-            rng = np.random.default_rng(seed)
-            middle = rng.uniform(-0.5, len(WEIGHTS) - 0.5)
-            at = np.rint(rng.normal(middle, 1.0, len(self.known.shapes)))
-            chosen = at.clip(0, len(WEIGHTS) - 1).astype(int)
-            formats = {m: WEIGHTS[j] for m, j in zip(self.known.shapes, chosen, strict=True)}
-            yield seed, formats, "/".join(rng.choice(CACHES, 2))
+            yield seed, *self._choice(seed)
+
+    def _measure_speeds(self, machine: Machine) -> None:
+        """Measure all batches of each choice that is missing."""
+        done = {(r["seed"], r["batch"]) for r in rows_of(self._folder) if r["what"] == "speed"}
+        for seed in range(-(-self._arguments.points // len(BATCHES))):
+            rng = np.random.default_rng((seed, 1))
+            # partitions in turn, so that a part of the points has all of them
+            partition = PARTITIONS[seed % len(PARTITIONS)]
+            cases = []
+            for batch in BATCHES:
+                prompts = [p for p in PROMPTS if p * batch <= MAX_TOKENS]
+                cases.append((batch, int(rng.choice(prompts))))
+            missing = [case for case in cases if (seed, case[0]) not in done]
+            if time.monotonic() >= self._end:
+                break
+            if missing:
+                formats, kv = self._choice(seed)
+                self._measure_speed(machine, "speed", formats, kv, partition, missing, seed=seed)
 
     def _measure_kld(
         self, probe: DivergenceProbe, seed: int, formats: dict[str, str], kv: str
@@ -188,31 +215,36 @@ class Run:
 
     def _measure_speed(
         self, machine: Machine, what: str, formats: dict[str, str], kv: str, partition: str,
-        batch: int, **more: Any,
+        cases: Sequence[tuple[int, int]], **more: Any,
     ) -> None:  # fmt: skip
+        """Measure a choice with each batch and length of the prompts."""
         weights = WeightFormats(tuple(formats.items()), {})
-        workload = Workload(batch, PROMPT, GENERATE)
         model = planned_model(self._model, weights)
         config = RunConfig(kv=kv, activations=ACTIVATIONS)
-        found = predict(model, partition, machine, workload, config)
         with nbflow.load(
             self._model, weights=weights, kv=kv, partition=partition, quantizer=QUANTIZER,
             activations=ACTIVATIONS, threads=1, max_context=512,
         ) as loaded:  # fmt: skip
-            time_both(loaded, PROMPT, 2, batch)
-            taken = [time_both(loaded, PROMPT, GENERATE, batch) for _ in range(5)]
-        prefill, decode = (median(t) for t in zip(*taken, strict=True))
-        row = {
-            "what": what, "kv": kv, "partition": partition, "batch": batch,
-            "bits": self._bits(formats), "prefill_s": prefill, "decode_s": decode / GENERATE,
-            "predicted_prefill_s": found.prefill_s, "predicted_decode_s": found.decode_s, **more,
-        }  # fmt: skip
-        self._append(row)
+            for batch, prompt in cases:
+                workload = Workload(batch, prompt, GENERATE)
+                found = predict(model, partition, machine, workload, config)
+                time_both(loaded, prompt, 2, batch)
+                taken = [time_both(loaded, prompt, GENERATE, batch) for _ in range(REPEATS)]
+                row = {
+                    "what": what, "predictor": VERSION, "kv": kv, "partition": partition,
+                    "batch": batch, "prompt": prompt, "bits": self._bits(formats),
+                    "prefill_s": lower_quartile([t.prefill_s for t in taken]),
+                    "decode_s": lower_quartile([t.step_s for t in taken]),
+                    "decode_s_of_all": [t.step_s for t in taken],
+                    "predicted_prefill_s": found.prefill_s,
+                    "predicted_decode_s": found.decode_s, **more,
+                }  # fmt: skip
+                self._append(row)
 
     def _measure_choice(
         self, machine: Machine, probe: DivergenceProbe, limit: float, batch: int
     ) -> None:
-        workload = Workload(batch, PROMPT, GENERATE)
+        workload = Workload(batch, CHOICE_PROMPT, GENERATE)
         plan: JointPlan = plan_jointly(
             planned_model(self._model), machine, workload, self.known, limit,
             config=RunConfig(activations=ACTIVATIONS), objective="latency", partitions=PARTITIONS,
@@ -221,8 +253,8 @@ class Run:
         kv = f"{plan.keys}/{plan.values}"
         kld = probe.measure(weights=weights, kv=kv, quantizer=QUANTIZER).kld
         self._measure_speed(
-            machine, "choices", plan.formats, kv, plan.prediction.partition, batch,
-            limit=limit, kld=kld,
+            machine, "choices", plan.formats, kv, plan.prediction.partition,
+            [(batch, CHOICE_PROMPT)], limit=limit, kld=kld,
         )  # fmt: skip
 
     def _bits(self, formats: dict[str, str]) -> float:
@@ -236,9 +268,10 @@ class Run:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of a folder."""
+    """Return the rows of a folder; those of speed only with the present version of predictions."""
     path = folder / "rows.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in rows if row["what"] == "kld" or row.get("predictor") == VERSION]
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -238,9 +238,11 @@ class _Search:
         if not possible:
             raise UsageError("; ".join(refused.values()))
         for each in possible:
-            fastest = self._policy(self._times(each.partition).argmin(axis=1))
-            prediction = self._predict(each.partition, fastest, *smallest)
-            found.append((self.cost(prediction), each.partition))
+            costs = []
+            for sizes in (self._sizes.mean(axis=1), self._sizes.min(axis=1)):
+                fastest = self._policy(self._times(each.partition, sizes).argmin(axis=1))
+                costs.append(self.cost(self._predict(each.partition, fastest, *smallest)))
+            found.append((min(costs), each.partition))
         return sorted(found)
 
     def choose(self, partition: str, keys: str, values: str, max_kld: float) -> JointPlan | None:
@@ -252,10 +254,9 @@ class _Search:
         units = np.maximum(1, np.ceil(self._losses / limit * MAX_UNITS)).astype(np.int64)
         if units.min(axis=1).sum() > MAX_UNITS:
             return None
-        times = self._times(partition)
-        prices = self._sizes * (times.sum() / self._sizes.sum())
 
         def at(price: float) -> JointPlan:
+            prices = self._sizes * (times.sum() / self._sizes.sum())
             chosen = solve(times + price * prices, units, MAX_UNITS)
             formats = self._policy(chosen)
             prediction = self._predict(partition, formats, keys, values)
@@ -264,7 +265,19 @@ class _Search:
                 prediction,
             )  # fmt: skip
 
+        times = self._times(partition, self._sizes.mean(axis=1))
         plain = at(0.0)
+        if any(device.cached for device in self._machine.devices):
+            # the caches keep a share of what was chosen, not of the mean of all formats
+            index = {format: i for i, format in enumerate(self._formats)}
+            chosen_sizes = [
+                sizes[index[plain.formats[m]]]
+                for m, sizes in zip(self._matrices, self._sizes, strict=True)
+            ]
+            times = self._times(partition, np.array(chosen_sizes, np.float64))
+            again = at(0.0)
+            if self.cost(again.prediction) < self.cost(plain.prediction):
+                plain = again
         if plain.prediction.fits:
             return plain
         smallest = at(1e6)
@@ -305,8 +318,11 @@ class _Search:
             raise UsageError(refused[partition])
         return found[0]
 
-    def _times(self, partition: str) -> NDArray[np.float64]:
-        """Return the seconds of each matrix in each format over the workload, (matrix, format)."""
+    def _times(self, partition: str, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of each matrix in each format over the workload, (matrix, format).
+
+        `sizes` are the bytes of each matrix, of which the caches keep a share.
+        """
         replicas = split_replicas(partition)
         plan = make_plan(self._model.spec, replicas[0], self._model.block_size)
         n_stages = plan.ranks[-1].stage + 1
@@ -317,14 +333,18 @@ class _Search:
             tokens = batch * self._workload.prompt
             step = min(tokens, self._config.max_step_tokens)
             steps.append((float(step), tokens / step))
-        places = {
-            layer: _place(plan, self._machine, layer) for layer in range(self._model.spec.n_layers)
-        }
+        # one rank reads at a time: the only one, or the stages of a pipeline with one sequence
+        alone = len(plan.numbers) == n_stages and (n_stages == 1 or batch == 1)
+        alone = alone and min(len(replicas), self._workload.batch) == 1
+        places = self._places(plan, sizes)
         return np.array(
             [
                 [
                     sum(
-                        n * self._seconds(name, n_rows * n_cols, format, r, *places[_layer(name)])
+                        n
+                        * self._seconds(
+                            name, n_rows * n_cols, format, r, places[_layer(name)], alone
+                        )
                         for r, n in steps
                     )
                     for format in self._formats
@@ -333,29 +353,51 @@ class _Search:
             ]
         )
 
+    def _places(self, plan: Plan, sizes: NDArray[np.float64]) -> dict[int, _Place]:
+        """Return where each layer is computed."""
+        stages: dict[int, float] = {}
+        stage_of = {layer: rank.stage for rank in plan.ranks for layer in range(*rank.layers)}
+        for name, n_bytes in zip(self._matrices, sizes, strict=True):
+            stage = stage_of[_layer(name)]
+            stages[stage] = stages.get(stage, 0.0) + float(n_bytes)
+        places = {}
+        for layer, stage in stage_of.items():
+            ranks = [rank for rank in plan.ranks if rank.stage == stage]
+            devices = [self._machine.devices[rank.rank] for rank in ranks]
+            slowest = min(devices, key=lambda device: device.read_bytes_per_s)
+            n_bytes = stages.get(stage, 0.0) / len(ranks)
+            cached = 0.0 if slowest.cached is None else slowest.cached.of(n_bytes)
+            places[layer] = _Place(slowest, len(ranks), cached)
+        return places
+
     def _seconds(
-        self, name: str, size: int, format: str, rows: float, device: Device, width: int
+        self, name: str, size: int, format: str, rows: float, place: _Place, alone: bool
     ) -> float:
-        """Return the roofline time of one matrix in a step of some rows."""
+        """Return the time of one matrix in a step of some rows."""
         read, multiplied = 1.0, rows
         moe = self._model.spec.moe
         if moe is not None and ".moe." in name:
             share = moe.top_k / moe.n_experts
             read, multiplied = 1.0 - (1.0 - share) ** rows, share * rows
-        weights = size / width
-        reading = weights * read * nk.FORMATS[format].bits_per_weight / 8 / device.read_bytes_per_s
-        arithmetic = device.arithmetic(self._config.activations)
+        weights = size / place.n_ranks
+        arithmetic = place.device.arithmetic(self._config.activations)
         operations = 2.0 * weights * multiplied
-        return max(reading, device.product_s(weights * read, operations, format, arithmetic))
+        return place.device.matrix_s(
+            weights * read, operations, format, arithmetic, place.cached, alone
+        )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Slowest device of the stage that holds a layer."""
+
+    device: Device
+    n_ranks: int
+    """Ranks of the stage."""
+    cached: float
+    """Share of the stage's weights that the caches hold."""
 
 
 def _layer(name: str) -> int:
     """Return the layer of a matrix by our name, ``layers.N.``."""
     return int(name.split(".", 2)[1])
-
-
-def _place(plan: Plan, machine: Machine, layer: int) -> tuple[Device, int]:
-    """Return the slowest device of the stage that holds a layer, and its number of ranks."""
-    ranks = [r for r in plan.ranks if r.layers[0] <= layer < r.layers[1]]
-    devices = [machine.devices[r.rank] for r in ranks]
-    return min(devices, key=lambda device: device.read_bytes_per_s), len(ranks)

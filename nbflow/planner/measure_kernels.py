@@ -1,0 +1,271 @@
+"""Measure the kernels of a CPU rank: matrix products, attention, elementwise ops, caches.
+
+Kernels run as captured graphs, as in a step of a model, without Python in between.  What depends on
+other ranks is measured while all of them measure it (`Ranks.at_once`), and memory also while the
+others wait (`Ranks.in_turn`).  Of the repetitions the lower quartile counts: a quarter is faster.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import nbflow_kernels as nk
+from nbflow.distributed import Comm
+from nbflow.kv_cache.storage import LAYOUT, KVStorage
+from nbflow.planner.rates import CacheCurve, CacheRates, Rates
+from nbflow.spec.architecture import HeadShape
+from nbflow_kernels import op_registry
+from nbflow_kernels.attention.cpu import launch
+from nbflow_kernels.attention.plan import AttentionPlan, plan_into
+from nbflow_kernels.benchmarks.roofline import ReadProbe
+from nbflow_kernels.cpu.graph import CpuGraph
+from nbflow_kernels.cpu.parallel_for import capture, get_num_threads, run_graph
+from nbflow_kernels.kv_cache import cpu as kv_cache
+from nbflow_kernels.quantized_matmul import cpu as quantized
+from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
+
+ROWS = (1, 2, 4, 8, 16)
+"""Rows of streamed products: decode steps of as many sequences."""
+MANY_ROWS = 256
+"""Rows of a product that arithmetic limits: its weights are read from the caches."""
+SHAPE = (1024, 4096)
+"""Rows and columns of the weight matrix.  It fits into the last cache; the column count is typical
+of models, since a narrow matrix would fit into the L1 cache together with the activations."""
+STREAMED_BYTES = 64 << 20
+"""Size of the matrix with as many columns that is streamed from memory."""
+CURVE_MB = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+"""Megabytes that a rank reads over and over; as far as the probe's size."""
+KV_FORMATS = ("f16", "q8_0", "q5_0", "q4_0")
+"""Measured cache formats."""
+PAGE_SIZE = 64
+KEYS, FEW_KEYS = 256, 16
+"""Tokens of the sequences whose attention is timed."""
+KV_HEADS, GROUP = 4, 8
+"""KV heads, and query heads of each, where the multiplications are timed."""
+SAMPLE_S = 2e-4
+"""Least time of a repetition."""
+REPEATS = 9
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks that measure together."""
+
+    comm: Comm
+
+    def at_once(self, measure: Callable[[], float], repeats: int = REPEATS) -> float:
+        """Return the lower quartile of what this rank measures while all of them do."""
+        self.comm.barrier()
+        return lower_quartile([measure() for _ in range(repeats)])
+
+    def in_turn(self, measure: Callable[[], float], repeats: int = REPEATS) -> float:
+        """Return the lower quartile of what this rank measures while the others wait."""
+        result = 0.0
+        for rank in range(self.comm.size):
+            self.comm.barrier()
+            if self.comm.rank == rank:
+                result = lower_quartile([measure() for _ in range(repeats)])
+        self.comm.barrier()
+        return result
+
+
+def lower_quartile(seconds: Sequence[float]) -> float:
+    """Return the time that a quarter of the repetitions stays below."""
+    return float(np.quantile(seconds, 0.25))
+
+
+def timer(launch_calls: Callable[[], Any]) -> Callable[[], float]:
+    """Return a function that times the captured calls of a launcher once.
+
+    It repeats them for `SAMPLE_S` and divides.
+    """
+    with capture() as captured:
+        launch_calls()
+    assert captured.complete, "a measured kernel is Python"
+    graph = CpuGraph(captured.calls, get_num_threads())
+
+    def seconds(repeat: int, held: Any = launch_calls) -> float:
+        # `held` keeps the arrays of the launcher alive, whose addresses the graph has
+        started = time.perf_counter()
+        run_graph(graph, repeat=repeat)
+        return (time.perf_counter() - started) / repeat
+
+    seconds(1)
+    repeat = math.ceil(SAMPLE_S / max(seconds(1), 1e-7))
+    return lambda: seconds(repeat)
+
+
+# ---- matrix products --------------------------------------------------------------------------
+
+
+def matrix(format: str, copies: int = 1) -> nk.QuantTensor:
+    """Return random weights of `SHAPE`, repeated `copies` times below each other."""
+    rng = np.random.default_rng(0)
+    data = nk.quantize(
+        rng.standard_normal(SHAPE, np.float32), format, quantizer="reference"
+    ).tobytes()
+    return nk.QuantTensor.from_bytes(data * copies, format, (copies * SHAPE[0], SHAPE[1]))
+
+
+def product_timer(w: nk.QuantTensor, rows: int, arithmetic: str) -> Callable[[], float]:
+    """Return a function that times a product in seconds per weight; quantization is not timed."""
+    n_outputs, n_columns = w.shape
+    x = np.ones((rows, n_columns), np.float32)
+    out = np.empty((rows, n_outputs), np.float32)
+    if arithmetic == "int8":
+        codes = Int8Rows.empty(rows, n_columns)
+        quantized.quantize_activations(x, codes)
+        timed = timer(lambda: quantized.matmul_int8(codes, w, None, False, out))
+    else:
+        bf16 = arithmetic == "bf16"
+        timed = timer(lambda: quantized.matmul(x, w, None, False, out, bf16=bf16))
+    return lambda: timed() / (n_outputs * n_columns)
+
+
+def product_rates(ranks: Ranks, format: str, arithmetic: str) -> Rates:
+    """Return the times of products in a format and an arithmetic."""
+    small = matrix(format)
+    large = matrix(format, -(-STREAMED_BYTES // small.nbytes))
+    times: dict[str, list[float]] = {"cached_s": [], "streamed_s": [], "streamed_alone_s": []}
+    for rows in ROWS:
+        streamed = product_timer(large, rows, arithmetic)
+        times["cached_s"].append(ranks.at_once(product_timer(small, rows, arithmetic)))
+        times["streamed_s"].append(ranks.at_once(streamed))
+        times["streamed_alone_s"].append(ranks.in_turn(streamed, REPEATS // 2))
+    many = ranks.at_once(product_timer(small, MANY_ROWS, arithmetic))
+    for column in times.values():
+        column.append(many)
+    return Rates((*ROWS, MANY_ROWS), **{name: tuple(found) for name, found in times.items()})
+
+
+# ---- caches -----------------------------------------------------------------------------------
+
+
+def cache_curve(ranks: Ranks, probe_bytes: int, threads: int) -> tuple[CacheCurve, float]:
+    """Return the share of repeated reads that the caches serve, and their bytes per second."""
+    sizes = [mb << 20 for mb in CURVE_MB if mb << 20 <= probe_bytes]
+    byte_s = []
+    for size in sizes:
+        probe = ReadProbe(size, threads)
+        passes = max(REPEATS, (16 << 20) // size)
+        byte_s.append(ranks.at_once(probe.seconds, passes) / probe.n_bytes)
+    fastest, slowest = min(byte_s), byte_s[-1]
+    span = max(slowest - fastest, 1e-3 * fastest)
+    shares = [min(1.0, max(0.0, (slowest - t) / span)) for t in byte_s]
+    # sizes up to the fastest are in the caches, too: short passes only take longer to begin
+    first = byte_s.index(fastest)
+    shares[:first] = [1.0] * first
+    falling = np.minimum.accumulate(shares).tolist()
+    return CacheCurve(tuple(map(float, sizes)), tuple(falling)), 1.0 / fastest
+
+
+# ---- attention and elementwise ops ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionTimers:
+    """Timers of one decode step of attention over one sequence."""
+
+    attend: Callable[[], float]
+    append: Callable[[], float]
+
+
+def attention_timers(format: str, group: int, head_dim: int, keys: int) -> AttentionTimers:
+    """Return timers of attention with one new token and `keys` tokens in the cache."""
+    storage = KVStorage([0], PAGE_SIZE, HeadShape(KV_HEADS, head_dim, head_dim), format)
+    n_pages = -(-keys // PAGE_SIZE)
+    storage.ensure(n_pages)
+    k_cache, v_cache = storage.layers[0]
+    kinds = storage.kinds_of(0)
+    plan = AttentionPlan(
+        (group * KV_HEADS, KV_HEADS, head_dim, head_dim), PAGE_SIZE, kv_layout=LAYOUT
+    )
+    step = (
+        np.array([0, 1], np.int32), np.array([0, n_pages], np.int32),
+        np.arange(n_pages, dtype=np.int32), np.array([keys], np.int32),
+    )  # fmt: skip
+    plan_into(plan, *step)
+    q = np.ones((1, group * KV_HEADS, head_dim), np.float32)
+    new = np.ones((1, KV_HEADS, head_dim), np.float32)
+    out, zero = np.empty_like(q), np.zeros(1, np.int32)
+    attend = timer(lambda: launch.attend(plan, q, k_cache, v_cache, out, None, kinds))
+    append = timer(
+        lambda: kv_cache.append_paged_kv_cache(
+            new, new, zero, zero, k_cache, v_cache, step[2], step[1], LAYOUT, kinds
+        )
+    )
+    return AttentionTimers(attend, append)
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """Measured times of ops other than matrix products; as in `nbflow.planner.Device`."""
+
+    kv_formats: dict[str, CacheRates]
+    attention_operations_per_s: float
+    attention_item_s: float
+    quantize_s: float
+    buffer_bytes_per_s: float
+    op_s: float
+
+
+def op_times(ranks: Ranks, kv_formats: Sequence[str] = KV_FORMATS) -> OpTimes:
+    """Measure attention, appends, the quantization of activations, and a gate."""
+    op_s, buffer_rate = _gate_times(ranks)
+    pairs = KEYS * KV_HEADS
+
+    def attend(format: str, group: int, head_dim: int, keys: int = KEYS) -> float:
+        return max(
+            ranks.at_once(attention_timers(format, group, head_dim, keys).attend) - op_s, 0.0
+        )
+
+    one, several = (attend("f16", group, 64) for group in (1, GROUP))
+    # QK and PV products: a multiplication and an addition each
+    more_operations = 4.0 * pairs * 64 * (GROUP - 1)
+    operation_s = _at_least(several - one, several) / more_operations
+    few = attend("f16", 1, 64, FEW_KEYS)
+    per_key = _at_least(one - few, one) / (KEYS - FEW_KEYS)
+    item_s = _at_least(few - FEW_KEYS * per_key, few) / KV_HEADS
+    rates = {}
+    for format in kv_formats:
+        narrow, wide = (
+            attend(format, 1, d) / pairs - 4.0 * d * operation_s - item_s / KEYS for d in (64, 128)
+        )
+        narrow = max(narrow, 0.05 * wide)
+        element_s = _at_least(wide - narrow, wide) / 64 / 2  # of a key, and of a value
+        append = ranks.at_once(attention_timers(format, 1, 128, KEYS).append)
+        rates[nk.kv_format(format).name] = CacheRates(
+            _at_least(narrow / 2 - 64 * element_s, narrow / 2),
+            element_s,
+            _at_least(append - op_s, append) / (2 * KV_HEADS * 128),
+        )
+    x = np.ones((8, SHAPE[1]), np.float32)
+    codes = Int8Rows.empty(*x.shape)
+    quantize = ranks.at_once(timer(lambda: quantized.quantize_activations(x, codes)))
+    return OpTimes(
+        rates, 1.0 / operation_s, item_s, _at_least(quantize - op_s, quantize) / x.size,
+        buffer_rate, op_s,
+    )  # fmt: skip
+
+
+def _gate_times(ranks: Ranks) -> tuple[float, float]:
+    """Return the start of a kernel, and the bytes of activations per second, of a gate (SwiGLU)."""
+    width, taken = 2048, []
+    for rows in (1, 16):
+        x, out = np.ones((rows, 2 * width), np.float32), np.empty((rows, width), np.float32)
+        gate = functools.partial(op_registry.load("activation", "cpu").glu, x, "silu", True, out)
+        taken.append(ranks.at_once(timer(gate)))
+    row_s = _at_least(taken[1] - taken[0], taken[1]) / 15
+    return max(taken[0] - row_s, 0.1 * taken[0]), 3 * 4 * width / row_s
+
+
+def _at_least(difference: float, whole: float) -> float:
+    """Return a difference of two times, at least a twentieth of the longer one: never nothing."""
+    return max(difference, 0.05 * whole)
