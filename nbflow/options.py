@@ -194,6 +194,10 @@ class LoadOptions(OffloadConfig):
     threads: int | None = option(
         None, "threads of each rank", shown="an even share of the cores", low=1, high=MAX_INT
     )
+    pin_threads: bool = option(
+        False, "pin each thread to a processor that no other rank of the host uses",
+        more="Linux only; NBFLOW_PIN_THREADS=1 does the same.  See docs/partition.md.",
+    )  # fmt: skip
     plugins: Sequence[str | Path] = option(
         (), "Python file that registers parts of your own, or name of an installed plugin; it is "
         "imported", metavar="FILE", repeat=True, toml=False,

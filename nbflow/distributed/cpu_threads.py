@@ -5,10 +5,24 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from nbflow.distributed.comm import Comm
+from nbflow_kernels.cpu import pinning
 from nbflow_kernels.cpu.cpu_quota import cpu_quota
 from nbflow_kernels.cpu.thread_pool import available_cores
+from nbflow_kernels.errors import UsageError
+
+Affinity = tuple[str, frozenset[int]]
+"""Host and processors that a rank may use."""
+
+
+class CpuThreads(NamedTuple):
+    """Arguments of `set_num_threads`."""
+
+    n: int
+    cores: tuple[int, ...] = ()
+    """Processors to which they are pinned; empty: not pinned."""
 
 
 def fair_threads(comm: Comm, numbers: Sequence[int]) -> int:
@@ -30,10 +44,50 @@ def fair_threads(comm: Comm, numbers: Sequence[int]) -> int:
     """
     if comm.size == 1:
         return max(1, available_cores() // len(numbers))
-    mine = platform.node(), _cores()
-    affinities = comm.bcast_object(comm.gather_object(mine))
-    ranks = [affinities[rank] for rank in numbers]
+    mine, ranks = _affinities(comm, numbers)
     return within_quota(shared_cores(mine, ranks), cpu_quota(), [host for host, _ in ranks])
+
+
+def cpu_threads(
+    comm: Comm, numbers: Sequence[int], threads: int, pin_threads: bool
+) -> dict[int, CpuThreads]:
+    """Return the threads of each rank and, if they are pinned, where; every rank must call it.
+
+    Parameters
+    ----------
+    comm, numbers : Comm, sequence of int
+        As in `fair_threads`.
+    threads : int
+        Threads of each rank.
+    pin_threads : bool
+        Pin them to processors that no other rank of the host uses.  `pinning.VARIABLE` in the
+        environment of rank 0 does the same.
+
+    Raises
+    ------
+    UsageError
+        If `pin_threads` is True on a system that cannot pin.
+    """
+    if pin_threads and not pinning.can_pin():
+        raise UsageError("pin_threads needs Linux; bind ranks with the launcher instead")
+    dealt: Sequence[Sequence[int]] = [()] * len(numbers)
+    if comm.bcast_object(pin_threads or pinning.is_requested()) and pinning.can_pin():
+        _, ranks = _affinities(comm, numbers)
+        known = pinning.places(frozenset().union(*(cores for _, cores in ranks)))
+        dealt = pinning.deal(ranks, known)
+    return {
+        number: CpuThreads(threads, tuple(cores))
+        for number, cores in zip(numbers, dealt, strict=True)
+    }
+
+
+def _affinities(comm: Comm, numbers: Sequence[int]) -> tuple[Affinity, list[Affinity]]:
+    """Return host and processors of this rank and of those that take part."""
+    mine = platform.node(), _cores()
+    if comm.size == 1:
+        return mine, [mine] * len(numbers)
+    gathered = comm.bcast_object(comm.gather_object(mine))
+    return mine, [gathered[rank] for rank in numbers]
 
 
 def shared_cores(

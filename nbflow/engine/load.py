@@ -16,7 +16,7 @@ from nbflow.checkpoint.weight_file import ITEM_BYTES
 from nbflow.conversion.importance_names import load_importance
 from nbflow.distributed import Comm, Plan, make_plan, split_replicas, world
 from nbflow.distributed.comm import make_groups
-from nbflow.distributed.cpu_threads import fair_threads
+from nbflow.distributed.cpu_threads import cpu_threads, fair_threads
 from nbflow.distributed.device import (
     Device,
     RankDevice,
@@ -145,7 +145,7 @@ def load(
         "encoding": prepared.quantizer,
         "activations": given.activations,
         "kv": given.kv,
-        "threads": threads,
+        "threads": cpu_threads(comm, whole.numbers, threads, given.pin_threads),
         "max_step_tokens": given.max_step_tokens,
         "offload": given.offload,
         "trace": given.trace,  # replaced by each rank's printer
@@ -288,7 +288,11 @@ def _start(
                 check(options["spec"], file)
                 engine = Worker(
                     plan, file, mine, groups, place=place, links=links, device_memory=memory,
-                    **options | {"trace": TracePrinter(mine.rank) if options["trace"] else None},
+                    **options
+                    | {
+                        "trace": TracePrinter(mine.rank) if options["trace"] else None,
+                        "threads": options["threads"][plan.numbers[mine.rank]],
+                    },
                 )  # fmt: skip
         except (UsageError, OSError, MemoryError) as error:
             failure = error

@@ -75,7 +75,7 @@ class Worker(TokenTimes):
         encoding: QuantizerOptions,
         activations: str,
         kv: str,
-        threads: int,
+        threads: tuple[int, Sequence[int]],
         max_step_tokens: int,
         page_size: int = PAGE_SIZE,
         place: Device = HOST,
@@ -85,7 +85,7 @@ class Worker(TokenTimes):
         trace: Any = None,
     ) -> None:
         reset_peak_rss()
-        set_num_threads(threads)
+        set_num_threads(*threads)
         self.plan, self.comm, self.spec, self._threads = plan, comm, spec, threads
         offload = offload if offload and not place.on_host else OffloadConfig()
         options: dict[str, Any] = {
@@ -488,7 +488,7 @@ class Worker(TokenTimes):
 
     def _prepare(self) -> None:
         """Set the number of threads, grow the KV cache and copy pages for the next step."""
-        set_num_threads(self._threads)  # another model of this thread may have changed it
+        set_num_threads(*self._threads)  # another model of this thread may have changed it
         if self.table.n_pages > self.storage.n_pages:
             self.executor.release_bindings()  # frees the former pages before new ones are allocated
             self.storage.ensure(self.table.n_pages)

@@ -35,12 +35,13 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from nbflow_kernels.cpu import interpreter
 from nbflow_kernels.cpu.jit import CachedKernel
+from nbflow_kernels.cpu.splits import count_parts
 
 _I64 = ir.IntType(64)
 
 # The columns of a table.
-FUNCTION, ARGUMENTS, ROWS, PARTS, GRAIN, BARRIER, READS, ROW_BYTES = range(8)
-COLUMNS = 8
+FUNCTION, ARGUMENTS, ROWS, PARTS, GRAIN, BARRIER, READS, ROW_BYTES, TILE = range(9)
+COLUMNS = 9
 
 # The smallest array argument that idle threads prefetch; see `thread_pool._prefetch_next`.
 STREAMED_BYTES = 256 << 10
@@ -67,6 +68,8 @@ class GraphNode:
     """Multiply-adds (or operations of like cost) of the whole call."""
     held: Any = None
     """Keeps these arrays alive: `args` holds raw addresses."""
+    tile: int = 1
+    """Rows that the kernel computes together: parts are multiples of it, but for the last."""
 
     def __call__(self) -> None:
         """Make the call in the present thread."""
@@ -81,7 +84,7 @@ class GraphNode:
         """Return how many threads share the call; all of them if its size is not known yet."""
         if self.is_dynamic:
             return n_threads
-        return max(1, min(n_threads, int(self.n_rows), int(self.work // MIN_WORK_PER_PART)))
+        return count_parts(int(self.n_rows), self.work, n_threads, MIN_WORK_PER_PART, self.tile)
 
 
 class CpuGraph:
@@ -108,9 +111,10 @@ class CpuGraph:
             row[ARGUMENTS] = self._keep(made[1])
             cell = call.n_rows if call.is_dynamic else np.array([call.n_rows], np.int64)
             row[ROWS] = self._keep(cell)
-            row[PARTS] = parts[i]
+            row[PARTS], row[TILE] = parts[i], call.tile
             if parts[i] > 1 and len(calls) > 1 and not call.is_dynamic and call.work > DYNAMIC_WORK:
-                row[GRAIN] = max(1, call.n_rows // (parts[i] * CHUNKS_PER_THREAD))
+                tiles = call.n_rows // (parts[i] * CHUNKS_PER_THREAD * call.tile)
+                row[GRAIN] = max(1, tiles) * call.tile
             if parts[i] > 1:
                 row[READS], row[ROW_BYTES] = _streamed(call)
             # calls of one thread follow each other in that thread; the last waits for everybody

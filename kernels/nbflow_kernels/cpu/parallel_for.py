@@ -23,12 +23,13 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nbflow_kernels.cpu.fork import in_child
 from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
+from nbflow_kernels.cpu.splits import count_parts, part
 from nbflow_kernels.cpu.thread_pool import ThreadPool, available_cores
 from nbflow_kernels.errors import UsageError
 
@@ -47,6 +48,8 @@ class _Local(threading.local):
 
     n_threads: int | None = None
     """Set by `set_num_threads`."""
+    cores: tuple[int, ...] = ()
+    """Processors of the threads, set by `set_num_threads`; empty: not pinned."""
     n_default: int | None = None
     """Cached `available_cores()`."""
     pool: ThreadPool | None = None
@@ -129,8 +132,15 @@ def kernel_seconds() -> Iterator[list[float]]:
         _local.profile = None
 
 
-def set_num_threads(n: int) -> None:
+def set_num_threads(n: int, cores: Sequence[int] = ()) -> None:
     """Use `n` threads for the kernels called from the present thread.
+
+    Parameters
+    ----------
+    n : int
+        Number of threads, the calling one among them.
+    cores : sequence of int
+        Processors to which the threads are pinned (`nbflow_kernels.cpu.pinning`); none by default.
 
     Raises
     ------
@@ -139,8 +149,8 @@ def set_num_threads(n: int) -> None:
     """
     if not 1 <= n <= 1024:
         raise UsageError(f"number of threads must be 1..1024, got {n}")
-    _local.n_threads = n
-    if _local.pool is not None and _local.pool.n != n:
+    _local.n_threads, _local.cores = n, tuple(cores)
+    if _local.pool is not None and not _fits(_local.pool, n):
         _local.pool = None  # the pool ends with the last thread that refers to it
 
 
@@ -215,18 +225,23 @@ def _run_shares(calls: list[Deferred], share: float, start: int, stop: int) -> N
         before += work
 
 
+def _fits(pool: ThreadPool, n: int) -> bool:
+    """Return whether a pool has `n` threads where the calling thread wants them."""
+    return pool.n == n and pool.cores == _local.cores
+
+
 def _acquire_pool(n: int, needed: bool) -> ThreadPool | None:
     """Return an acquired pool of `n` threads; None if all are in use and another is not needed."""
     pool = _local.pool
-    if pool is not None and pool.n == n and pool.acquire():
+    if pool is not None and _fits(pool, n) and pool.acquire():
         return pool
     with _teams_lock:
-        same = [pool for pool in _pools if pool.n == n]
+        same = [pool for pool in _pools if _fits(pool, n)]
         pool = next((pool for pool in same if pool.acquire()), None)
         if pool is None:
             if same and not needed:
                 return None
-            pool = ThreadPool(n)
+            pool = ThreadPool(n, _local.cores)
             pool.acquire()
             _pools.add(pool)
     _local.pool = pool
@@ -244,7 +259,7 @@ def run_graph(graph: CpuGraph, **options: Any) -> None:
         Of `ThreadPool.run_graph`.
     """
     pool = _local.pool
-    if pool is None or pool.n != graph.n_threads or not pool.acquire():
+    if pool is None or not _fits(pool, graph.n_threads) or not pool.acquire():
         pool = _acquire_pool(graph.n_threads, True)
         assert pool is not None
     try:
@@ -253,7 +268,9 @@ def run_graph(graph: CpuGraph, **options: Any) -> None:
         pool.release()
 
 
-def parallel_for(kernel: Callable[..., None], n_rows: int, work: float, *args: Any) -> None:
+def parallel_for(
+    kernel: Callable[..., None], n_rows: int, work: float, *args: Any, tile: int = 1
+) -> None:
     """Call ``kernel(*args, start, stop)`` over [0, n_rows), on several threads if it pays.
 
     Parameters
@@ -266,34 +283,41 @@ def parallel_for(kernel: Callable[..., None], n_rows: int, work: float, *args: A
         Multiply-adds (or operations of like cost) of the whole call.
     *args : object
         The kernel's other arguments.
+    tile : int
+        Rows that the kernel computes together; ranges start at multiples of it.
     """
     if _local.together is not None:
         _local.together.append((kernel, n_rows, work, args))
         return
     if _local.capture is not None:
-        _local.capture.calls.append(GraphNode(kernel, args, n_rows, work, _local.capture.held))
+        _local.capture.calls.append(
+            GraphNode(kernel, args, n_rows, work, _local.capture.held, tile)
+        )
         return
     n = get_num_threads()
-    parts = 1 if _local.in_chunk else min(n, n_rows, int(work // MIN_WORK_PER_THREAD))
+    parts = 1 if _local.in_chunk else count_parts(n_rows, work, n, MIN_WORK_PER_THREAD, tile)
     started = time.perf_counter() if _local.profile is not None else 0.0
     pool = _acquire_pool(n, _local.n_threads is not None) if parts > 1 else None
     if pool is None:
         kernel(*args, 0, n_rows)
     else:
         try:
-            pool.run(kernel, 0, n_rows, parts, *args)
+            pool.run(kernel, 0, n_rows, parts, *args, tile=tile)
         finally:
             pool.release()
     if _local.profile is not None:
         _local.profile.append(time.perf_counter() - started)
 
 
-def parallel_chunks(function: Callable[[int, int], None], n_rows: int, chunk: int) -> None:
+def parallel_chunks(
+    function: Callable[[int, int], None], n_rows: int, chunk: int, align: int = 1
+) -> None:
     """Call ``function(start, stop)`` for chunks of [0, n_rows), several at a time.
 
     For work in Python that releases the GIL most of the time: reading a file and packing what was
-    read.  Each thread takes the next chunk when it is done with one.  Kernels called within a chunk
-    run on its thread.  After an error no further chunk begins.
+    read.  Each thread takes the chunks of its part of the rows, which it later multiplies, then
+    those that the other threads have left.  Kernels called within a chunk run on its thread.  After
+    an error no further chunk begins.
 
     Parameters
     ----------
@@ -302,7 +326,10 @@ def parallel_chunks(function: Callable[[int, int], None], n_rows: int, chunk: in
     n_rows : int
         Number of rows.
     chunk : int
-        Rows per chunk; the last one may be smaller.
+        Most rows per chunk; the last one may be smaller.  Where threads are more than such chunks,
+        chunks have fewer rows, down to a sixteenth.
+    align : int
+        Chunks start at multiples of it; `chunk` is one.
 
     Examples
     --------
@@ -311,21 +338,25 @@ def parallel_chunks(function: Callable[[int, int], None], n_rows: int, chunk: in
     >>> sorted(seen)
     [(0, 4), (4, 8), (8, 10)]
     """
-    n_chunks = -(-n_rows // chunk)
     n = get_num_threads()
+    share = align * -(-n_rows // (n * align))
+    chunk = min(chunk, max(share, align * -(-chunk // (16 * align))))
+    n_chunks = -(-n_rows // chunk)
     parts = 1 if _local.in_chunk else min(n, n_chunks)
     pool = _acquire_pool(n, _local.n_threads is not None) if parts > 1 else None
     if pool is None:
         for start in range(0, n_rows, chunk):
             function(start, min(start + chunk, n_rows))
         return
-    indices = itertools.count()  # `next` is atomic
+    left = [iter(range(*part(n_chunks, i, parts))) for i in range(parts)]  # `next` is atomic
     failed: list[bool] = []
 
-    def take(_first: int, _last: int) -> None:
+    def take(thread: int, _after: int) -> None:
         _local.in_chunk = True
         try:
-            while not failed and (i := next(indices)) < n_chunks:
+            for i in itertools.chain(*left[thread:], *left[:thread]):
+                if failed:
+                    return
                 function(i * chunk, min(i * chunk + chunk, n_rows))
         except BaseException:
             failed.append(True)

@@ -17,6 +17,7 @@ all shares one after the other, so that a debugger sees one thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -29,7 +30,7 @@ from typing import Any
 import numpy as np
 from numba import int64
 
-from nbflow_kernels.cpu import atomics, interpreter, jit
+from nbflow_kernels.cpu import atomics, interpreter, jit, pinning
 from nbflow_kernels.cpu.cpu_quota import cpu_quota
 from nbflow_kernels.cpu.fork import in_child
 from nbflow_kernels.cpu.graph import (
@@ -42,10 +43,12 @@ from nbflow_kernels.cpu.graph import (
     READS,
     ROW_BYTES,
     ROWS,
+    TILE,
     CpuGraph,
     error_of,
 )
 from nbflow_kernels.cpu.simd_memory import prefetch, read_i64
+from nbflow_kernels.cpu.splits import part
 
 # Indices of int64 cells in a pool's shared memory; groups are a cache line apart.
 _JOB = 0  # number of the current job; the last bit is its kind
@@ -127,9 +130,12 @@ def _share_of_call(row, i, ticket, thread, shared):
             failure = max(failure, atomics.call_row_range(function, arguments, start, end))
             start = atomics.add(ticket, grain)
     else:
-        parts = min(parts, n_rows)
+        tile = read_i64(row + 8 * TILE)
+        n_tiles = (n_rows + tile - 1) // tile
+        parts = min(parts, n_tiles)
         if thread < parts:
-            start, stop = n_rows * thread // parts, n_rows * (thread + 1) // parts
+            start = tile * (n_tiles * thread // parts)
+            stop = min(tile * (n_tiles * (thread + 1) // parts), n_rows)
             failure = atomics.call_row_range(function, arguments, start, stop)
     if failure != 0 and atomics.load(shared + 8 * _FAILED) == 0:
         atomics.store(shared + 8 * _FAILED_CALL, i)
@@ -262,10 +268,13 @@ class ThreadPool:
     ----------
     n : int
         Number of threads.
+    cores : tuple of int
+        Processors to which threads 0, 1, ... are pinned, in turn; empty: none are.  The caller is
+        pinned while it computes.
     """
 
-    def __init__(self, n: int) -> None:
-        self.n = n
+    def __init__(self, n: int, cores: tuple[int, ...] = ()) -> None:
+        self.n, self.cores = n, cores
         self._begin()
 
     def _begin(self) -> None:
@@ -289,7 +298,8 @@ class ThreadPool:
         if interpreter.is_on():
             return
         for i, inbox in enumerate(self._inboxes):
-            arguments = (memory, self._at, i + 1, n, inbox, self._done)
+            core = self.cores[(i + 1) % len(self.cores)] if self.cores else None
+            arguments = (memory, self._at, i + 1, n, inbox, self._done, core)
             threading.Thread(target=_work, args=arguments, daemon=True, name="nbflow-pool").start()
 
     def _make_tickets(self, n_calls: int) -> None:
@@ -298,12 +308,18 @@ class ThreadPool:
         self._shared[_TICKETS] = (self._tickets.ctypes.data + 63) // 64 * 64
 
     def run(
-        self, kernel: Callable[..., None], start: int, stop: int, parts: int, *args: Any
+        self,
+        kernel: Callable[..., None],
+        start: int,
+        stop: int,
+        parts: int,
+        *args: Any,
+        tile: int = 1,
     ) -> None:
-        """Call ``kernel(*args, a, b)`` for `parts` ranges [a, b) of [start, stop)."""
+        """Call ``kernel(*args, a, b)`` for `parts` ranges [a, b) of [start, stop), whole tiles."""
         if self._forks != _forks:
             self._begin()
-        edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
+        edges = [start + part(stop - start, i, parts, tile)[0] for i in range(parts)] + [stop]
         if interpreter.is_on():
             for first, last in itertools.pairwise(edges):
                 kernel(*args, first, last)
@@ -314,7 +330,8 @@ class ThreadPool:
         _announce(self._at, _PYTHON, self.n)
         failure: BaseException | None = None
         try:
-            kernel(*args, edges[0], edges[1])
+            with self._pinned():
+                kernel(*args, edges[0], edges[1])
         except BaseException as error:
             failure = error
         while len(answers) < parts - 1:
@@ -372,16 +389,21 @@ class ThreadPool:
             0 if cycles is None else cycles.ctypes.data,
         )
         if graph.is_shared:
-            try:
-                if _announce(self._at, _LIST, self.n):
-                    self._wake()
-            finally:  # the other threads wait for this one
-                _run_job(self._at, 0, self.n)
+            with self._pinned():
+                try:
+                    if _announce(self._at, _LIST, self.n):
+                        self._wake()
+                finally:  # the other threads wait for this one
+                    _run_job(self._at, 0, self.n)
         else:
             _run_job(self._at, 0, 1)
         if shared[_FAILED]:
             raised, shared[_FAILED] = int(shared[_FAILED]), 0
             raise error_of(raised, graph.calls[shared[_FAILED_CALL]].kernel)
+
+    def _pinned(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the caller computes."""
+        return pinning.pinned(self.cores[0]) if self.cores else contextlib.nullcontext()
 
     def _wake(self) -> None:
         for i, inbox in enumerate(self._inboxes):
@@ -416,9 +438,12 @@ def _run_graph_in_python(
 
 
 def _work(
-    memory: np.ndarray, at: int, thread: int, n: int, inbox: SimpleQueue[Any], done: Any
-) -> None:
+    memory: np.ndarray, at: int, thread: int, n: int, inbox: SimpleQueue[Any], done: Any,
+    core: int | None,
+) -> None:  # fmt: skip
     """Worker thread's main loop; `memory` keeps the shared buffer alive."""
+    if core is not None:
+        pinning.pin(core)
     sleeping = (at - memory.ctypes.data) // 8 + _THREADS + 8 * thread
     while True:
         _serve(at, thread, n)

@@ -140,7 +140,7 @@ def interleave(rows: ReadRows, n_rows: int, n_columns: int, dtype: np.dtype[Any]
         parallel_for(_interleave, len(groups), 4.0 * groups.size, rows(start, stop), groups)
 
     step = ROWS * max(1, _CHUNK_BYTES // (ROWS * padded * dtype.itemsize))
-    parallel_chunks(read_and_interleave, n_rows, step)
+    parallel_chunks(read_and_interleave, n_rows, step, ROWS)
     return out
 
 

@@ -342,7 +342,7 @@ def _pack(
         _pack_all_numbers(form, part, blocks[groups])
 
     step = ROWS * max(1, CHUNK // (ROWS * packed.n_columns))
-    parallel_chunks(read_and_pack, n_rows, step)
+    parallel_chunks(read_and_pack, n_rows, step, ROWS)
     return packed
 
 

@@ -116,10 +116,11 @@ def _matmul_int8(
     if rows.n_rows == 0:  # the kernels read the first row
         return
     sums = rows.sums if cpu_gemv_int8.piece_vectors(packed.form) == 8 else rows.half_sums
+    kernel = int8_kernel(packed.form, rows.n_rows)
     parallel_for(
-        int8_kernel(packed.form, rows.n_rows), packed.n_groups, _work(packed, rows.n_rows),
-        rows.codes, rows.n_rows, rows.scales, sums, packed.data, packed.n_blocks, bias, accumulate,
-        out,
+        kernel, packed.n_groups, _work(packed, rows.n_rows), rows.codes, rows.n_rows, rows.scales,
+        sums, packed.data, packed.n_blocks, bias, accumulate, out,
+        tile=2 if kernel is cpu_gemm_int8.gemm(packed.form) else 1,
     )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ GGML's weighted quantizers.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,7 +49,8 @@ def quantize_chunk(
     if quantizer == "search":
         weight = counts[None] if importance is None else _relative(format, importance)
         _search(format, x, weight, codes, parameters)
-    blocks = format.blocks(codes.reshape(-1, format.block_size), parameters.reshape(-1, 2))
+    pack = functools.partial(ggml_legacy.pack, format) if format.rule in _GGML else format.blocks
+    blocks = pack(codes.reshape(-1, format.block_size), parameters.reshape(-1, 2))
     return blocks.reshape(len(x), -1)
 
 

@@ -92,11 +92,23 @@ def _digits(data: Bytes, n: int) -> Bytes:
     return ((fractions.astype(np.uint16) * 3) >> 8).astype(np.uint8).reshape(len(data), -1)
 
 
-def _fractions(codes: Bytes) -> Bytes:
-    """Pack base-3 digits (blocks, n, m) into bytes (blocks, m); missing digits are 0."""
-    n = codes.shape[1]
-    number = np.tensordot(codes.astype(np.uint16), POWERS[4::-1][:n].astype(np.uint16), (1, 0))
-    return ((number * 256 + 242) // 243).astype(np.uint8)
+@jit.kernel
+def _pack_tq1_0(codes, blocks, start, stop):
+    """Write the digits of blocks [start, stop), 256 codes each, to 52 bytes; the missing are 0."""
+    numbers = np.empty(32, np.uint16)
+    for b in range(start, stop):
+        source, to = codes[b], blocks[b]
+        code = at = 0
+        for count, n in ((32, 5), (16, 5), (4, 4)):
+            numbers[:] = 0
+            for _ in range(n):
+                for i in range(count):
+                    numbers[i] = numbers[i] * np.uint16(3) + source[code + i]
+                code += count
+            for i in range(count):
+                number = np.uint32(numbers[i]) * np.uint32(3 if n == 4 else 1)
+                to[at + i] = np.uint8((number * np.uint32(256) + np.uint32(242)) // np.uint32(243))
+            at += count
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -117,9 +129,9 @@ class Base3Format(BlockFormat):
 
     def pack_blocks(self, **numbers: NDArray[Any]) -> Bytes:
         """See `FieldFormat.pack_blocks`."""
-        codes = numbers["code"].reshape(-1, 256)
-        parts = codes[:, :160].reshape(-1, 5, 32), codes[:, 160:240].reshape(-1, 5, 16)
-        packed = np.hstack([*map(_fractions, parts), _fractions(codes[:, 240:].reshape(-1, 4, 4))])
+        codes = np.ascontiguousarray(numbers["code"], np.uint8).reshape(-1, 256)
+        packed = np.empty((len(codes), 52), np.uint8)
+        parallel_for(_pack_tq1_0, len(codes), DECODE_COST * codes.size, codes, packed)
         rows = packed.reshape(len(numbers["code"]), -1)
         return super().pack_blocks(code=rows, d=numbers["d"])
 

@@ -12,18 +12,23 @@ Source: GGML, ggml-quants.c (quantize_row_*_ref, quantize_row_q4_0_impl, _q4_1_,
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.llvm import LANES
 from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.cpu.simd_memory import read_i64, write_i64
+from nbflow_kernels.cpu.simd_narrow import write_u8, write_u16
 from nbflow_kernels.formats.affine_format import (
     GGML_ABSMAX,
     GGML_EXTREME,
     GGML_RANGE,
     AffineFormat,
 )
+from nbflow_kernels.formats.bit_fields import GATHER_BITS, LOWEST_BITS
 from nbflow_kernels.formats.registry import Bytes, Floats
 from nbflow_kernels.quantizers import simd_panel
 from nbflow_kernels.quantizers.block_range import smallest_and_largest
@@ -33,7 +38,8 @@ QuantizedBlocks = tuple[Bytes, NDArray[np.uint16]]
 """Codes (n, block_size) and stored parameters (n, 2: base, scale) of blocks."""
 
 SIZE = 32  # weights of a block
-FIT_COST, ROUND_COST = 250.0, 4.0  # multiply-adds a weight costs, for the choice of thread count
+FIT_COST, ROUND_COST, PACK_COST = 250.0, 4.0, 1.0  # multiply-adds a weight costs, to count threads
+_NIBBLES = 0x0F0F0F0F0F0F0F0F
 
 
 @jit.kernel(strict=True)
@@ -111,6 +117,60 @@ def quantize(format: AffineFormat, x: Floats) -> QuantizedBlocks:
         format.zero, format.n_codes - 1, codes, parameters,
     )  # fmt: skip
     return codes, parameters
+
+
+def pack(format: AffineFormat, codes: Bytes, parameters: NDArray[np.uint16]) -> Bytes:
+    """Return the bytes (n, block_bytes) of codes (n, 32) and parameters (n, 2: base, scale).
+
+    As `AffineFormat.blocks`, in one pass over memory.
+    """
+    blocks = np.empty((len(codes), format.block_bytes), np.uint8)
+    parallel_for(
+        _pack, len(codes), PACK_COST * codes.size, codes, parameters, _places(format), blocks
+    )
+    return blocks
+
+
+@functools.cache
+def _places(format: AffineFormat) -> tuple[int, ...]:
+    """Return where scale, base, highest bits of 5 and codes begin (-1: absent); bits; flip.
+
+    Codes are bytes, stored xor `flip`, or nibbles, of which codes i and i + 16 share a byte.
+    """
+    high, low, bits = -1, -1, 0
+    field = format.fields["code"]
+    for plane in field.planes:
+        if (plane.bits, plane.shift) == (1, 4):
+            high = plane.at
+        elif (plane.bits, plane.shift, plane.stride) in ((4, 0, SIZE // 2), (8, 0, 1)):
+            low, bits = plane.at, plane.bits
+    assert low >= 0, "a layout of GGML's legacy formats"
+    assert bits == 8 or field.flip == 0, "signed nibbles"
+    base = format.fields["base"].planes[0].at if "base" in format.fields else -1
+    return format.fields["scale"].planes[0].at, base, high, low, bits, field.flip
+
+
+@jit.kernel
+def _pack(codes, parameters, places, blocks, start, stop):
+    """Write blocks [start, stop); `places` is from `_places`."""
+    scale_at, base_at, high_at, low_at, bits, flip = places
+    flips = flip * LOWEST_BITS
+    for b in range(start, stop):
+        source, to = simd.address(codes) + SIZE * b, simd.address(blocks) + b * blocks.shape[1]
+        write_u16(to + scale_at, parameters[b, 1])
+        if base_at >= 0:
+            write_u16(to + base_at, parameters[b, 0])
+        if bits == 8:
+            for i in range(0, SIZE, 8):
+                write_i64(to + low_at + i, read_i64(source + i) ^ flips)
+            continue
+        for i in range(0, SIZE // 2, 8):
+            first, second = read_i64(source + i), read_i64(source + i + SIZE // 2)
+            write_i64(to + low_at + i, (first & _NIBBLES) | (second & _NIBBLES) << 4)
+        if high_at >= 0:
+            for i in range(SIZE // 8):  # the product moves the lowest bit of byte k to bit 56 + k
+                lowest = read_i64(source + 8 * i) >> 4 & LOWEST_BITS
+                write_u8(to + high_at + i, lowest * GATHER_BITS >> 56)
 
 
 @jit.kernel(strict=True)
