@@ -434,7 +434,7 @@ class Binder:
         first, end = op.attrs["experts"]
         arguments, options = moe_arguments(op, matrices, bias), spec.routing
         activations = self.executor.activations
-        layer = self.executor.expert_layer(index, arguments)
+        layer = self.executor.expert_layer(index)
         if layer.can_capture(len(x) * options["top_k"]):
             scratch = self.executor.scratch
             return self._captured(

@@ -18,6 +18,7 @@ import numpy as np
 
 from nbflow.executor.bind import Binder, PythonOp
 from nbflow.executor.executor import Executor
+from nbflow.executor.expert_bias import expert_biases, moe_arguments
 from nbflow.executor.matmul_op import is_block_quantized
 from nbflow.executor.step import Step
 from nbflow.executor.step_buffers import StepArrays
@@ -78,11 +79,13 @@ class CpuExecutor(Executor):
         own = sum(rows.nbytes for rows in self._int8_rows.values())
         return super().workspace_bytes + own + sum(x.nbytes for x in self._scratch.values())
 
-    def expert_layer(self, index: int, arguments: dict[str, Any]) -> ExpertLayer:
-        """Return the layer of an `experts` op, made at the first call from `moe_arguments`."""
+    def expert_layer(self, index: int) -> ExpertLayer:
+        """Return the layer of an `experts` op, made at the first call."""
         if index not in self._expert_layers:
-            made = ExpertLayer(**arguments, activations=self.activations)
-            self._expert_layers[index] = made
+            op, weights = self.program.ops[index], self.weights
+            bias = expert_biases(op, self.program.spec, weights.bias[index])
+            arguments = moe_arguments(op, weights.operands[index], bias)
+            self._expert_layers[index] = ExpertLayer(**arguments, activations=self.activations)
         return self._expert_layers[index]
 
     def _scratch_floats(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
@@ -106,7 +109,13 @@ class CpuExecutor(Executor):
     def reserve(self, n_tokens: int, n_logits: int) -> None:
         """Allocate buffers for steps of this size."""
         super().reserve(n_tokens, n_logits)
-        for op, operands in zip(self.program.ops, self.weights.operands, strict=True):
+        moe = self.program.spec.moe
+        for index, (op, operands) in enumerate(
+            zip(self.program.ops, self.weights.operands, strict=True)
+        ):
+            if op.kind == "experts" and moe is not None:
+                columns = self.program.buffers[op.inputs[0]].width
+                self.expert_layer(index).reserve(columns, n_tokens, moe.top_k, self.scratch)
             if op.kind != "linear":
                 continue
             rows = self.program.buffers[op.inputs[0]].n_rows(n_tokens, n_logits, n_logits)

@@ -15,9 +15,10 @@ import nbflow_kernels as nk
 from nbflow.planner.planned_model import PlannedModel
 from nbflow.program import build, build_cross_kv, fuse
 from nbflow.program.cost import FLOAT32_BYTES, kv_token_bytes, state_row_bytes, workspace_bytes
-from nbflow.program.records import Op, Operand, Program
+from nbflow.program.records import Op, Operand, Program, expert_parts
 from nbflow.spec.architecture import RopeSpec
 from nbflow_kernels.formats.memory_size import layout_bytes, storage_bytes
+from nbflow_kernels.moe.cpu_captured import Sizes
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 
 PAGE_SIZE = 64
@@ -130,9 +131,11 @@ def buffer_bytes(
     if on_device:
         return total
     int8_rows: dict[int, int] = {}  # by columns: ops of one width share a buffer
-    gathered: dict[int, int] = {}  # likewise
+    floats: dict[tuple[str, int], int] = {}  # by name and columns, likewise
     for op in program.ops:
         out = program.buffers.get(op.out)
+        if op.kind == "experts":
+            _add_expert_buffers(program, model, op, activations, n_tokens, floats, int8_rows)
         if op.kind != "linear" or out is None or not out.n_rows(n_tokens, n_states, n_logits):
             continue
         for operands in _matrices(op, model):
@@ -140,9 +143,39 @@ def buffer_bytes(
             if activations == "int8" and nk.FORMATS[format].block_size > 1:
                 int8_rows[width] = max(out.n_rows(*size), int8_rows.get(width, 0))
             if model.kept_groups(operands[0].name) is not None:
-                gathered[width] = max(out.n_rows(*size), gathered.get(width, 0))
+                key = "gathered", width
+                floats[key] = max(out.n_rows(*size), floats.get(key, 0))
     total += sum(int(Int8Rows.size(rows, columns)) for columns, rows in int8_rows.items())
-    return total + sum(FLOAT32_BYTES * rows * columns for columns, rows in gathered.items())
+    return total + sum(FLOAT32_BYTES * rows * columns for (_, columns), rows in floats.items())
+
+
+def _add_expert_buffers(
+    program: Program, model: PlannedModel, op: Op, activations: str, n_tokens: int,
+    floats: dict[tuple[str, int], int], int8_rows: dict[int, int],
+) -> None:  # fmt: skip
+    """Add the rows of buffers of a layer of experts in captured steps on the CPU."""
+    moe, first = program.spec.moe, []
+    assert moe is not None
+    for operands in expert_parts(op, op.weights):
+        kinds = {
+            (model.format_of(w.name), *w.shape(program.spec.shape_of(w.name))) for w in operands
+        }
+        format = model.format_of(operands[0].name)
+        kept = any(model.kept_groups(w.name) is not None for w in operands)
+        if len(kinds) > 1 or kept or nk.FORMATS[format].decodes_from_storage:
+            return  # such a layer is not captured
+        takes_int8 = activations == "int8" and nk.FORMATS[format].takes_int8
+        first.append((operands[0].shape(program.spec.shape_of(operands[0].name))[0], takes_int8))
+    *first, down = first
+    gated = op.attrs.get("gated", True)
+    sizes = Sizes(
+        program.buffers[op.inputs[0]].width, tuple(first), down, gated and len(first) == 1,
+        op.attrs.get("weigh_inputs", False),
+    )  # fmt: skip
+    of_floats, of_int8 = sizes.buffers(n_tokens, moe.top_k)
+    for found, of_layer in ((floats, of_floats), (int8_rows, of_int8)):
+        for key, rows in of_layer.items():
+            found[key] = max(rows, found.get(key, 0))
 
 
 def _matrices(op: Op, model: PlannedModel) -> list[tuple[Operand, ...]]:

@@ -41,6 +41,50 @@ Words = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """Widths of the arrays of a layer of experts.
+
+    Parameters
+    ----------
+    columns : int
+        Columns of the tokens.
+    first : tuple of (int, bool)
+        Rows of the matrices of each first projection, and whether it reads int8 activations.
+    down : (int, bool)
+        The same of the down projections.
+    joined : bool
+        True if one first projection has the rows of gates and ups.
+    weigh_inputs : bool
+        As of `nbflow_kernels.fused_moe`.
+    """
+
+    columns: int
+    first: tuple[tuple[int, bool], ...]
+    down: tuple[int, bool]
+    joined: bool
+    weigh_inputs: bool
+
+    def buffers(
+        self, n_tokens: int, top_k: int
+    ) -> tuple[dict[tuple[str, int], int], dict[int, int]]:
+        """Return the rows of the buffers that captured steps of up to `n_tokens` tokens use.
+
+        Float32 buffers by name and columns, as `Scratch.floats` takes them, and `Int8Rows` by
+        columns.
+        """
+        n_pairs = top_k * min(n_tokens, MAX_PAIRS // top_k)
+        width, int8_down = self.down
+        hidden = self.first[0][0] // 2 if self.joined else self.first[0][0]
+        floats = {("inputs", self.columns): n_pairs, ("outputs", width): n_pairs}
+        floats |= {(f"first {i}", n): n_pairs for i, (n, _) in enumerate(self.first)}
+        floats[("hidden", hidden)] = n_pairs
+        if self.weigh_inputs:
+            floats[("weighed", self.columns)] = n_pairs
+        int8 = {self.columns: n_pairs + ROWS} if any(int8 for _, int8 in self.first) else {}
+        return floats, int8 | ({hidden: n_pairs + ROWS} if int8_down else {})
+
+
+@dataclass(frozen=True)
 class Scratch:
     """Allocator of buffers that the layers of a model share in turn."""
 
@@ -179,6 +223,7 @@ class ExpertLayer:
         self._first = [ExpertMatrices(*one, activations) for one in given]
         self._down = ExpertMatrices(down, down_bias, activations)
         self._n_experts = len(down)
+        self._can_vary = all(matrices.can_vary for matrices in (*self._first, self._down))
 
     def can_capture(self, n_pairs: int) -> bool:
         """Return True if `launch` can capture the layer for a number of pairs.
@@ -186,8 +231,21 @@ class ExpertLayer:
         Otherwise the layer needs `nbflow_kernels.fused_moe`: for many pairs, matrices of several
         formats, formats of users, and with compiling off.
         """
-        can_vary = all(matrices.can_vary for matrices in (*self._first, self._down))
-        return can_vary and 0 < n_pairs <= MAX_PAIRS and not interpreter.is_on()
+        return self._can_vary and 0 < n_pairs <= MAX_PAIRS and not interpreter.is_on()
+
+    def reserve(self, columns: int, n_tokens: int, top_k: int, scratch: Scratch) -> None:
+        """Allocate the buffers of captured steps of up to `n_tokens` tokens."""
+        if not self._can_vary:
+            return
+        first = tuple((matrices.width, matrices.takes_int8) for matrices in self._first)
+        down, joined = (self._down.width, self._down.takes_int8), self._gated and len(first) == 1
+        floats, int8 = Sizes(columns, first, down, joined, self._weigh_inputs).buffers(
+            n_tokens, top_k
+        )
+        for (name, width), n_rows in floats.items():
+            scratch.floats(name, n_rows, width)
+        for width, n_rows in int8.items():
+            scratch.int8_rows(n_rows, width)
 
     def launch(
         self, x: NDArray[np.float32], logits: NDArray[np.float32], options: dict[str, Any],
