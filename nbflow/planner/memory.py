@@ -173,9 +173,10 @@ def _add_expert_buffers(
         op.attrs.get("weigh_inputs", False),
     )  # fmt: skip
     of_floats, of_int8 = sizes.buffers(n_tokens, moe.top_k)
-    for found, of_layer in ((floats, of_floats), (int8_rows, of_int8)):
-        for key, rows in of_layer.items():
-            found[key] = max(rows, found.get(key, 0))
+    for key, rows in of_floats.items():
+        floats[key] = max(rows, floats.get(key, 0))
+    for columns, rows in of_int8.items():
+        int8_rows[columns] = max(rows, int8_rows.get(columns, 0))
 
 
 def _matrices(op: Op, model: PlannedModel) -> list[tuple[Operand, ...]]:

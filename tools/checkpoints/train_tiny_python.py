@@ -14,7 +14,8 @@ the text (sequence-level distillation, Kim and Rush 2016).
 
 `--architecture qwen3_5` trains a hybrid in the layout of Qwen 3.5: the gated delta rule in three
 layers of four, gated attention in the fourth; it takes the model of `transformers`.  The recipe is
-that of the base model; its `--teacher` gives the tokenizer and is compared with.
+that of the base model; its `--teacher` gives the tokenizer and is compared with.  A run that was
+interrupted goes on with `--resume`, from the weights of its last evaluation and with empty momenta.
 
 Torch is needed here only.  The text is the standard library of the Python that runs this script,
 its tests included (PSF licence, see NOTICE), without the generated code tables; it takes a Python
@@ -337,6 +338,15 @@ def load_trained(folder: Path) -> Llama:
 
 
 @torch.no_grad()
+def resume(model: Llama | Hybrid, folder: Path) -> int:
+    """Take over the tensors of an interrupted run; return the number of its steps."""
+    state = load_file(folder / "model.safetensors")
+    for name, p in model.named_parameters():
+        p.copy_(state[f"model.{name}"].float())
+    return int(json.loads((folder / "training.json").read_text())["steps"])
+
+
+@torch.no_grad()
 def continue_greedily(teacher: Llama, prompts: torch.Tensor, length: int) -> torch.Tensor:
     """Return prompts (B, T) with the tokens that the teacher finds likeliest behind them."""
     G, D = (teacher.config[k] for k in ("num_key_value_heads", "head_dim"))
@@ -399,7 +409,7 @@ class Windows:
 def train(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(SEED)
-    rng = np.random.default_rng(SEED)
+    rng = np.random.default_rng(SEED + arguments.resume)  # other windows after an interruption
 
     documents, held_out = read_corpus()
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
@@ -422,7 +432,8 @@ def train(arguments: argparse.Namespace) -> None:
     kind = Hybrid if arguments.architecture == "qwen3_5" else Llama
     model = kind(config)
     print(f"{sum(p.numel() for _, p in model.named_parameters()):,} parameters")
-    forward = torch.compile(model) if arguments.compile else model
+    first = resume(model, arguments.out) if arguments.resume else 0
+    forward = torch.compile(model, dynamic=False) if arguments.compile else model
     named = list(model.named_parameters())
     matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in named if p.ndim != 2 or "embed" in n]
@@ -438,7 +449,7 @@ def train(arguments: argparse.Namespace) -> None:
     if arguments.continued:
         windows.add_continued(teacher, arguments.continued)
     last = arguments.stop or arguments.steps
-    for step in range(last):
+    for step in range(first, last):
         done = (step - 100) / max(1, arguments.steps - 100)
         for optimizer, peak in optimizers:
             for group in optimizer.param_groups:
@@ -468,6 +479,7 @@ def train(arguments: argparse.Namespace) -> None:
                 "held_out_modules": list(HELD_OUT),
                 "steps": step + 1,
                 "planned_steps": arguments.steps,
+                **({"resumed_at_step": first} if first else {}),
                 "tokens_per_step": arguments.tokens_per_step,
                 **({"learning_rate_factor": arguments.rate} if arguments.rate != 1 else {}),
                 "parameters": sum(p.numel() for _, p in model.named_parameters()),
@@ -491,6 +503,7 @@ def main() -> None:
     parser.add_argument("--size", choices=["base", "draft"], default="base")
     parser.add_argument("--teacher", type=Path, help="folder of the model that it is a draft of")
     parser.add_argument("--continued", type=int, default=0, help="windows the teacher continues")
+    parser.add_argument("--resume", action="store_true", help="go on with the run of --out")
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--stop", type=int, help="end after N steps")
     parser.add_argument("--tokens-per-step", type=int, default=6144)
