@@ -23,14 +23,14 @@ def text(journal: Journal, sections: Sequence[Section]) -> str:
             status += f"  {str(end['reason'])[:_SHOWN]}"
         lines.append(status.rstrip())
         lines += [f"    {line}" for line in _numbers(rows)]
-        errors = [line for row in rows for line in _errors(row)]
+        errors = [line for row in rows for line in errors_of(row)]
         lines += [f"    ! {line[:_SHOWN]}" for line in errors[:_MOST_ERRORS]]
         if len(errors) > _MOST_ERRORS:
             lines.append(f"    ! and {len(errors) - _MOST_ERRORS} more")
     return "\n".join(lines) + "\n"
 
 
-def _errors(row: dict[str, Any]) -> Iterable[str]:
+def errors_of(row: dict[str, Any]) -> Iterable[str]:
     """Yield the errors of a result."""
     inner = row.get("benchmark", {})
     for found, name in (

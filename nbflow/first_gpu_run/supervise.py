@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from nbflow.first_gpu_run.journal import NO_TIME, Journal
 from nbflow.first_gpu_run.sections import Section
+from nbflow.first_gpu_run.summary import errors_of
 
 COMMAND = (sys.executable, "-m", "nbflow.first_gpu_run.section_process")
 LOG = "log.txt"
@@ -63,6 +64,10 @@ def run(
             log.flush()
             end = _run_one(folder, section.name, limit_s, emulator, journal, log, command)
         seconds = round(time.monotonic() - started, 2)
+        rows = journal.sections[section.name]
+        wrong = sum(any(errors_of(row)) for row in rows if "fact" not in row)
+        if end["status"] == "ok" and wrong:
+            end = {"status": "errors", "reason": f"{wrong} of {len(rows)} results are errors"}
         journal.add(section.name, "end", seconds=seconds, **end)
         say(f"{section.name}: {end['status']} in {seconds:.0f} s {end.get('reason', '')}".rstrip())
     return journal

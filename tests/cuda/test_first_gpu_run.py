@@ -31,6 +31,8 @@ if name == "hangs":
     os.system("sleep 100")
 if name == "dies": os.abort()
 if name == "mute": sys.exit(3)
+if name == "wrong":
+    send({"kernel": "matmul", "error": "wrong result"})
 send({"end": {"status": "skipped", "reason": "no nvcc"} if name == "skips" else {"status": "ok"}})
 """
 
@@ -47,7 +49,7 @@ def _run(folder: Path, sections: list[Section], budget_s: float = 100.0) -> tupl
 
 
 def test_a_section_that_hangs_or_dies_costs_that_section(tmp_path: Path) -> None:
-    names = ["good", "hangs", "dies", "mute", "skips", "last"]
+    names = ["good", "hangs", "dies", "mute", "skips", "wrong", "last"]
     journal, said = _run(tmp_path, _sections(*names))
     ends = {name: (end["status"], end.get("reason")) for name, end in journal.ends.items()}
     assert ends == {
@@ -56,12 +58,14 @@ def test_a_section_that_hangs_or_dies_costs_that_section(tmp_path: Path) -> None
         "dies": ("died", "its process ended with SIGABRT"),
         "mute": ("died", "its process ended with exit code 3"),
         "skips": ("skipped", "no nvcc"),
+        "wrong": ("errors", "1 of 2 results are errors"),
         "last": ("ok", None),
     }
     assert all(journal.sections[name][0]["fact"] == name for name in names)
     assert "skips: skipped in 0 s no nvcc" in said
     lines = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
-    assert [line["event"] for line in lines] == 6 * ["begin", "row", "end"]
+    events = [line["event"] for line in lines if line.get("kernel") != "matmul"]
+    assert events == 7 * ["begin", "row", "end"]
     text = summary.text(journal, _sections(*names, "never"))
     assert "dies               died" in text
     assert "never              not run" in text
