@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from nbflow.program.records import Op
 from nbflow_kernels import op_registry
 
-if TYPE_CHECKING:
-    from nbflow.executor.bind import Binder
 
+def retrieval_launch(binder: Any, op: Op, index: int) -> Callable[[], None]:
+    """Return the launch of the choice, the products with it, and the sum of the experts' rows.
 
-def retrieval_launch(binder: Binder, op: Op, index: int) -> Callable[[], None]:
-    """Return the launch of the choice, the products with it, and the sum of the experts' rows."""
+    `binder` is a `nbflow.executor.bind.Binder`.
+    """
     (x, scores), out = (binder.view(name) for name in op.inputs), binder.view(op.out)
     (down, up), (first, end) = binder.executor.weights.operands[index], op.attrs["experts"]
     families = ("product_keys", "activation", "gating", "moe")
