@@ -14,7 +14,7 @@ from nbflow_kernels import op_registry
 def retrieval_launch(binder: Any, op: Op, index: int) -> Callable[[], None]:
     """Return the launch of the choice, the products with it, and the sum of the experts' rows.
 
-    `binder` is a `nbflow.executor.bind.Binder`, whose module imports this one.
+    `binder` is a `nbflow.executor.bind.Binder`.
     """
     (x, scores), out = (binder.view(name) for name in op.inputs), binder.view(op.out)
     (down, up), (first, end) = binder.executor.weights.operands[index], op.attrs["experts"]

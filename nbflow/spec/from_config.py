@@ -167,7 +167,7 @@ def build_spec(
 def lookup(config: Mapping[str, Any], key: str) -> Any:
     """Return the value of a dotted key, or None if it is null or absent.
 
-    A number enters a list; ``*`` stands for every key of a table, if what follows has one value.
+    A number enters a list, -1 its end; ``*`` stands for every key of a table, if all say the same.
     """
     value: Any = config
     first, *rest = _full(config, key).split(".*.", 1)
@@ -178,8 +178,8 @@ def lookup(config: Mapping[str, Any], key: str) -> Any:
         )
         return inner[0] if inner and all(_same(item, inner[0]) for item in inner) else None
     for part in first.split("."):
-        if isinstance(value, list) and part.isdecimal():
-            value = value[int(part)] if int(part) < len(value) else None
+        if isinstance(value, list) and part.removeprefix("-").isdecimal():
+            value = value[int(part)] if -len(value) <= int(part) < len(value) else None
         else:
             value = value.get(part) if isinstance(value, Mapping) else None
     return value

@@ -128,7 +128,10 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
         kinds = [spec.is_local(i) for i in range(spec.n_layers)]
         heads = spec.n_kv_heads, spec.local_heads.n_kv_heads
         writer.kv_data[-1].pop(f"{writer.arch}.attention.head_count_kv")
-        writer.add_head_count_kv([heads[is_local] for is_local in kinds])
+        if len(set(heads)) > 1:
+            writer.add_head_count_kv([heads[is_local] for is_local in kinds])
+        else:
+            writer.add_head_count_kv(heads[0])
         writer.add_sliding_window_pattern(kinds)
         if spec.attn_output_scale != 1.0:
             scale = f"{writer.arch}.attention.value_scale"
@@ -137,7 +140,12 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
             writer.kv_data[-1].pop(f"{writer.arch}.attention.{length}", None)
         writer.add_key_length(spec.head_dim)
         writer.add_value_length(spec.value_dim)
+        if spec.local_heads.key_dim != spec.head_dim:
+            writer.add_key_length_swa(spec.local_heads.key_dim)
+            writer.add_value_length_swa(spec.local_heads.value_dim)
         writer.add_rope_freq_base_swa(spec.local_rope.theta)
+    if spec.family == "gemma4":
+        _add_of_gemma4(writer, spec)
     if spec.window is not None:
         writer.add_sliding_window(spec.window)
     if spec.logits_soft_cap is not None:
@@ -180,6 +188,16 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
             writer.add_expert_group_used_count(spec.moe.groups_used)
 
 
+def _add_of_gemma4(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+    """Write the metadata of shared caches, per-layer embeddings and widths by layer."""
+    writer.add_shared_kv_layers(spec.kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(spec.layer_embed_size)
+    writer.add_rope_dimension_count_swa(spec.local_rope.dim)
+    if spec.kv_shared_ffn_factor > 1:
+        writer.kv_data[-1].pop("gemma4.feed_forward_length")
+        writer.add_feed_forward_length([spec.ffn_size(i) for i in range(spec.n_layers)])
+
+
 def _add_latent(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     """Write the metadata of latent attention, as in files with one matrix per head."""
     writer.add_key_length(spec.cached_dim)
@@ -214,7 +232,12 @@ def _gguf_tensors(spec, arch, tensors, names):
                 continue
             if ".moe." in ours and not ours.endswith(".bias"):
                 j, inner = inner.removeprefix("moe.").split(".", 1)
-                name = names[f"layers.{{i}}.moe.{{j}}.{inner}"][0].replace("{i}", layer)
+                pattern = f"layers.{{i}}.moe.{{j}}.{inner}"
+                if pattern not in names:  # gate and up as one
+                    whole = names["layers.{i}.moe.{j}.gate_up.weight"][0].replace("{i}", layer)
+                    done.setdefault((whole, inner), []).append(array)
+                    continue
+                name = names[pattern][0].replace("{i}", layer)
                 done.setdefault(name, []).append(array)
                 assert len(done[name]) == int(j) + 1
                 continue
@@ -226,7 +249,8 @@ def _gguf_tensors(spec, arch, tensors, names):
             array = array / np.sqrt(np.square(array.astype(np.float64)).sum(1))[:, None]
         if arch == "bert" and ours.split(".")[0] in ("transform", "transform_norm", "head"):
             continue  # files of encoders have no head
-        if arch.startswith(("gemma", "nemotron")) and inner.endswith("norm.weight"):
+        has_offset = arch.startswith(("gemma", "nemotron")) and arch != "gemma4"
+        if has_offset and inner.endswith("norm.weight"):
             array = array + np.float32(1)
         if inner.startswith("shared_gate"):
             array = array.reshape(-1)
@@ -234,6 +258,9 @@ def _gguf_tensors(spec, arch, tensors, names):
             array = array.reshape(spec.n_heads, -1, array.shape[1])
         done[_name(ours, layer, names, fused=arch in ("gptneox", "bloom", "gpt2"))] = array
     done = {k: np.stack(v) if isinstance(v, list) else v for k, v in done.items()}
+    for whole in {key[0] for key in done if isinstance(key, tuple)}:
+        parts = [done.pop((whole, f"{part}.weight")) for part in ("gate", "up")]
+        done[whole] = np.concatenate(parts, axis=1)
     return _fuse(done, arch)
 
 

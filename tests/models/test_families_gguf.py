@@ -32,7 +32,7 @@ MODELS = {
     "ernie4_5-moe": "ernie4_5_moe", "hunyuan-dense": "hunyuan", "hunyuan-moe": "hunyuan_moe",
     "dots1": "dots1", "exaone4": "exaone4", "mistral3": "ministral3", "qwen2vl": "qwen2_5_vl",
     "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "glm4moe": "glm4_moe",
-    "bailingmoe2": "bailing_moe_v2", "mimo2": "mimo_v2_flash",
+    "bailingmoe2": "bailing_moe_v2", "mimo2": "mimo_v2_flash", "gemma4": "gemma4",
 }  # fmt: skip
 """Architecture -> golden model."""
 OTHERS = {"bert", "t5"}
@@ -59,14 +59,16 @@ def test_all_architectures_are_tested():
     assert set(MODELS) | OTHERS | written == set(families_by_arch())
 
 
-OTHER_MODELS = {"command-r": "cohere_plus", "stablelm": "stablelm2_12b", "olmo2": "olmo3"}
+OTHER_MODELS = {"command-r": "cohere_plus", "stablelm": "stablelm2_12b", "olmo2": "olmo3",
+                "gemma4": "gemma4_moe"}  # fmt: skip
 """Architecture -> golden model whose heads' queries and keys have norms of their own; OLMo 3."""
 
 
 @pytest.mark.parametrize(("arch", "name"), [*MODELS.items(), *OTHER_MODELS.items()])
 def test_model_from_a_gguf_file(arch, name, tmp_path):
     source, path, spec_file = FOLDER / name, tmp_path / "model.gguf", None
-    write_gguf(source, arch, path)
+    more = {"rope_freqs.weight": np.repeat([1.0, 1e30], [2, 6])} if arch == "gemma4" else None
+    write_gguf(source, arch, path, more)
     if arch in NOT_IN_GGUF:
         spec_file = tmp_path / "model.toml"
         family = families_by_arch()[arch].name
@@ -85,7 +87,7 @@ def known_names(arch, spec):
     kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     bases = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind]}
     written = {base.replace("{bid}", str(i)) for base in bases for i in range(spec.n_layers)}
-    return {f"{name}.{end}" for name in written for end in ("weight", "bias")}
+    return {f"{name}.{end}" for name in written for end in ("weight", "bias", "scale")}
 
 
 def test_bert(tmp_path):
