@@ -81,10 +81,10 @@ def lower_quartile(seconds: Sequence[float]) -> float:
     return float(np.quantile(seconds, 0.25))
 
 
-def timer(launch_calls: Callable[[], Any]) -> Callable[[], float]:
-    """Return a function that times the captured calls of a launcher once.
+def timer(launch_calls: Callable[[], Any], sample_s: float = SAMPLE_S) -> Callable[[], float]:
+    """Return a function that times the captured calls of a launcher.
 
-    It repeats them for `SAMPLE_S` and divides.
+    It repeats them for `sample_s` seconds, at least once, and divides.
     """
     with capture() as captured:
         launch_calls()
@@ -98,7 +98,7 @@ def timer(launch_calls: Callable[[], Any]) -> Callable[[], float]:
         return (time.perf_counter() - started) / repeat
 
     seconds(1)
-    repeat = math.ceil(SAMPLE_S / max(seconds(1), 1e-7))
+    repeat = max(1, math.ceil(sample_s / max(seconds(1), 1e-7)))
     return lambda: seconds(repeat)
 
 
@@ -114,7 +114,9 @@ def matrix(format: str, copies: int = 1) -> nk.QuantTensor:
     return nk.QuantTensor.from_bytes(data * copies, format, (copies * SHAPE[0], SHAPE[1]))
 
 
-def product_timer(w: nk.QuantTensor, rows: int, arithmetic: str) -> Callable[[], float]:
+def product_timer(
+    w: nk.QuantTensor, rows: int, arithmetic: str, sample_s: float = SAMPLE_S
+) -> Callable[[], float]:
     """Return a function that times a product in seconds per weight; quantization is not timed."""
     n_outputs, n_columns = w.shape
     x = np.ones((rows, n_columns), np.float32)
@@ -122,10 +124,10 @@ def product_timer(w: nk.QuantTensor, rows: int, arithmetic: str) -> Callable[[],
     if arithmetic == "int8":
         codes = Int8Rows.empty(rows, n_columns)
         quantized.quantize_activations(x, codes)
-        timed = timer(lambda: quantized.matmul_int8(codes, w, None, False, out))
+        timed = timer(lambda: quantized.matmul_int8(codes, w, None, False, out), sample_s)
     else:
         bf16 = arithmetic == "bf16"
-        timed = timer(lambda: quantized.matmul(x, w, None, False, out, bf16=bf16))
+        timed = timer(lambda: quantized.matmul(x, w, None, False, out, bf16=bf16), sample_s)
     return lambda: timed() / (n_outputs * n_columns)
 
 
