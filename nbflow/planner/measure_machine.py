@@ -241,7 +241,7 @@ def _run(model: Any, batch: int) -> float:
 
 def _join_seconds(team: ThreadRanks) -> float:
     """Return the time to begin and end a step on rank threads, in addition to its work."""
-    timers = team.run(lambda comm: product_timer(matrix(BASE), 1, "f32"))
+    timers = team.run(lambda comm: product_timer(matrix(BASE), 1, "f32", sample_s=0.0))
 
     def run(comm: Comm) -> float:
         started = time.perf_counter()
@@ -262,7 +262,7 @@ def _link(comm: Comm) -> Link:
     Ranks reach an all-reduce of a step after some work, in which others fall asleep or hold
     Python's lock: the latency is that of an exchange after a product, without the product.
     """
-    work = product_timer(matrix(BASE), 1, "f32")
+    work = product_timer(matrix(BASE), 1, "f32", sample_s=0.0)
 
     def measure(n_bytes: int, works: bool) -> float:
         array = np.zeros(n_bytes // 4, np.float32)

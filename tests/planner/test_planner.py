@@ -448,7 +448,8 @@ def test_wrong_usage(arguments, words, capsys):
 def test_this_machine_can_be_measured(tmp_path, capsys, monkeypatch):
     # checks units, not values
     for name, value in (
-        ("STREAMED_BYTES", 1 << 20), ("REPEATS", 2), ("CURVE_MB", (1, 2)), ("ROWS", (1, 8)),
+        ("STREAMED_BYTES", 1 << 20), ("BUDGET_S", 0.0), ("CURVE_MB", (1, 2)),
+        ("ROWS", (1, 8)),
     ):  # fmt: skip
         monkeypatch.setattr(measure_kernels, name, value)
     monkeypatch.setattr(measure_machine, "STEPS", 3)

@@ -1,7 +1,7 @@
 """Predictions of `nbflow plan --max-kld` against measurements of random choices.
 
     python tools/measure/joint_plan.py MODEL FOLDER --what kld     --points 100
-    python tools/measure/joint_plan.py MODEL FOLDER --what speed   --points 104 --seconds 110
+    python tools/measure/joint_plan.py MODEL FOLDER --what speed   --points 105 --seconds 110
     python tools/measure/joint_plan.py MODEL FOLDER --what choices --seconds 110
     python tools/measure/joint_plan.py MODEL FOLDER --what table
 
@@ -63,12 +63,12 @@ from nbflow_kernels import FORMATS
 WEIGHTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
 CACHES = ("f16", "q8_0", "q5_0", "q4_0")
 PARTITIONS = ("0", "0;1", "0&1", "0/1")
-BATCHES = (1, 4, 8, 16)
-PROMPTS = (16, 64, 128, 384)
-MAX_TOKENS = 512
-"""Prompt tokens of a batch at most, so that a point takes about a second."""
+CASES = ((1, (64,)), (1, (16, 384)), (4, (16, 64, 128)), (8, (64,)), (16, (16, 32)))
+"""Batches, each with lengths of the prompts to choose from: at most 512 tokens in all, so that a
+point takes one to two seconds."""
 LIMITS = (0.003, 0.01, 0.03, 0.1, 0.3)
 CHOICE_BATCHES, CHOICE_PROMPT = (1, 8), 64
+"""Every choice of formats is measured with these, too, so that speeds can be compared."""
 GENERATE, REPEATS = 24, 4
 QUANTIZER, ACTIVATIONS = "reference", "int8"
 
@@ -183,16 +183,14 @@ class Run:
 
     def _measure_speeds(self, machine: Machine) -> None:
         """Measure all batches of each choice that is missing."""
-        done = {(r["seed"], r["batch"]) for r in rows_of(self._folder) if r["what"] == "speed"}
-        for seed in range(-(-self._arguments.points // len(BATCHES))):
+        rows = [r for r in rows_of(self._folder) if r["what"] == "speed"]
+        done = {(r["seed"], r["batch"], r["prompt"]) for r in rows}
+        for seed in range(-(-self._arguments.points // len(CASES))):
             rng = np.random.default_rng((seed, 1))
             # partitions in turn, so that a part of the points has all of them
             partition = PARTITIONS[seed % len(PARTITIONS)]
-            cases = []
-            for batch in BATCHES:
-                prompts = [p for p in PROMPTS if p * batch <= MAX_TOKENS]
-                cases.append((batch, int(rng.choice(prompts))))
-            missing = [case for case in cases if (seed, case[0]) not in done]
+            cases = [(batch, int(rng.choice(prompts))) for batch, prompts in CASES]
+            missing = [case for case in cases if (seed, *case) not in done]
             if time.monotonic() >= self._end:
                 break
             if missing:
@@ -284,8 +282,20 @@ def table(rows: list[dict[str, Any]]) -> str:
         ("kld", "KL divergence", ("predicted_kld", "kld")),
         ("speed", "time of a generated token", ("predicted_decode_s", "decode_s")),
         ("speed", "time of a prompt", ("predicted_prefill_s", "prefill_s")),
+        *(
+            (
+                partition,
+                f"time of a generated token, partition `{partition}`",
+                ("predicted_decode_s", "decode_s"),
+            )
+            for partition in PARTITIONS
+        ),
     ):
-        ratios = [row[columns[0]] / row[columns[1]] - 1 for row in rows if row["what"] == what]
+        ratios = [
+            row[columns[0]] / row[columns[1]] - 1
+            for row in rows
+            if what == row["what"] or (row["what"] == "speed" and row["partition"] == what)
+        ]
         if ratios:
             sizes = np.abs(ratios)
             numbers = (np.median(sizes), np.quantile(sizes, 0.9), sizes.max())
@@ -304,7 +314,8 @@ def regrets(rows: list[dict[str, Any]]) -> Iterator[str]:
     for row in (r for r in rows if r["what"] == "choices"):
         rates = [
             r["batch"] / r["decode_s"] for r in rows
-            if r["what"] == "speed" and r["batch"] == row["batch"]
+            if r["what"] == "speed"
+            and (r["batch"], r["prompt"]) == (row["batch"], row["prompt"])
             and klds.get(r["seed"], np.inf) <= row["limit"]
         ]  # fmt: skip
         rate = row["batch"] / row["decode_s"]
