@@ -208,7 +208,7 @@ def table(tests: list[dict[str, str]]) -> Iterator[str]:
     }  # fmt: skip
     yield f"| test file | drawn | {' | '.join(groups)} |"
     yield "|---" * (len(groups) + 2) + "|"
-    counts = collections.defaultdict(collections.Counter)
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for test in tests:
         for name in (file_of(test["test"]), "all"):
             counts[name][test["outcome"]] += 1
