@@ -11,7 +11,9 @@ import nbflow_kernels as nk
 import nbflow_ptx
 from nbflow_kernels.activation import cuda as activation
 from nbflow_kernels.formats import cuda_dequantize, cuda_gather
+from nbflow_kernels.formats.float8 import FLOAT8
 from nbflow_kernels.formats.layout_mma import unit_form
+from nbflow_kernels.kv_cache import cuda_nvfp4
 from nbflow_kernels.linear_attention import cuda as linear_attention
 from nbflow_kernels.logits import cuda as logits
 from nbflow_kernels.matmul import cuda_wgmma
@@ -23,6 +25,7 @@ from nbflow_kernels.state_format import F32
 from nbflow_kernels.state_space import cuda as state_space
 
 pytestmark = pytest.mark.compiler
+E5M2 = FLOAT8["f8_e5m2"]
 HALVES = ", i32 gate, i32 up"
 XIELU = ", f32 alpha_p, f32 alpha_n, f32 beta, f32 eps"
 # kernel, bytes of its accesses besides those of 16, most registers
@@ -64,8 +67,10 @@ def test_hot_kernels_move_16_bytes_at_once_and_keep_rows_in_registers(name: str)
     "kernel",
     [
         sparse._sparse_matmul, logits._soft_cap, norm._linear, position._alibi,
-        norm._gated_instance(256, 2, True, True), linear_attention._instance(16, F32),
-        state_space._instance(32, 4, False, F32), state_space._instance(16, 1, True, F32),
+        norm._gated_instance(256, 2, True, True), norm._instance("rms", 32, 1, True, E5M2),
+        position._encode(False, E5M2), cuda_nvfp4._append,
+        linear_attention._instance(16, F32), state_space._instance(32, 4, False, F32),
+        state_space._instance(16, 1, True, F32),
         activation._kernel("xielu", "", True, XIELU),
     ],
     ids=repr,

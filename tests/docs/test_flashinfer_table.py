@@ -55,6 +55,7 @@ def test_every_recorded_test_has_an_outcome_and_its_file_a_commit(tool: Any) -> 
         ("t", "failed", "AssertionError: Regex pattern did not match.", "another message"),
         ("t", "failed", "AssertionError: Tensor-likes are not close!", "failed"),
         ("t", "failed", "OverLimit: more than 20 s of processor time", "over the limit"),
+        ("t", "failed", "Failed: DID NOT RAISE <class 'RuntimeError'>", "no error"),
         ("t_rejects_capture[0]", "failed", "Failed: DID NOT RAISE", "meaningless on a CPU"),
     ],
 )

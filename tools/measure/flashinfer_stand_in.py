@@ -289,8 +289,12 @@ NAMES: dict[str, dict[str, Any]] = {
     "flashinfer.fp4_quantization": {"e2m1_and_ufp8sf_scale_to_float": _decode_nvfp4},
 }
 """Names of modules that are no ops: facts about the device, types, and helpers of tests."""
-FROM_CHECKOUT = ("jit.attention.variants", "quantization.nvfp4_quantization_utils")
-"""Modules whose other names are the checkout's: declarations and options without kernels."""
+FROM_CHECKOUT = {
+    "jit.attention.variants": "jit.attention.variants",
+    "quantization.nvfp4_quantization_utils": "quantization.nvfp4_quantization_utils",
+    "trace": "trace.template",
+}
+"""Modules whose other names are of a file of the checkout: declarations, options, comparisons."""
 
 
 class Proxy(types.ModuleType):
@@ -306,7 +310,7 @@ class Proxy(types.ModuleType):
             return found
         inner = self.__name__.partition(".")[2]
         if inner in FROM_CHECKOUT:
-            return getattr(_from_checkout(inner), name)
+            return getattr(_from_checkout(FROM_CHECKOUT[inner]), name)
         path = CHECKOUT.joinpath("flashinfer", *inner.split("."), name)
         if path.is_dir() or path.with_suffix(".py").exists():
             return importlib.import_module(f"{self.__name__}.{name}")

@@ -12,7 +12,9 @@ _WARP_VECTORS = 8  # vectors per thread block where a warp normalizes a vector
 
 
 @functools.cache
-def _instance(function: str, threads: int, n: int, wide: bool, type: Float8 | None) -> cuda.Kernel:
+def _instance(
+    function: str, threads: int, n: int, wide: bool, type: Float8 | None = None
+) -> cuda.Kernel:
     bias, bias_row, scalars = "", "", "f32 divisor, f32 eps, f32 offset"
     if function == "layer":
         bias, bias_row, scalars = "f32*? bias, ", "i32 bias_row, ", "f32 eps"
