@@ -35,7 +35,7 @@ def read_config(path: Path) -> dict[str, Any] | None:
             continue
         if method == "modelopt":
             inner = table.get("quantization")
-            table = inner if isinstance(inner, Mapping) else {}
+            table = dict(inner) if isinstance(inner, Mapping) else {}
         return {**config, "quantization_config": {"quant_method": method, **table}}
     return config
 

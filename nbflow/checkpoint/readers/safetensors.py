@@ -27,9 +27,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from nbflow.checkpoint.dtypes import ITEM_BITS
+from nbflow.checkpoint.dtypes import ITEM_BITS, tensor_bytes
 from nbflow.checkpoint.shards import open_checkpoint
-from nbflow.checkpoint.weight_file import TensorEntry, WeightFile, tensor_bytes
+from nbflow.checkpoint.weight_file import TensorEntry, WeightFile
 from nbflow.utils.binary_file import ByteFile
 from nbflow.utils.json_file import parse_object
 from nbflow.utils.safe_repr import shown
