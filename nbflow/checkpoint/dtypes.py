@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow_kernels.errors import UsageError
+
+_MAX_ELEMENTS = 1 << 48  # also bounds the other dimensions of an empty tensor
 _WIDTHS = (8, 16, 32, 64)
 _FLOAT8_TYPES = ("f8_e4m3", "f8_e5m2", "f8_e8m0", "f8_e4m3fnuz", "f8_e5m2fnuz")
 
@@ -88,3 +92,30 @@ def _float8_values(dtype: str) -> NDArray[np.float32]:
     if dtype.endswith("fnuz"):
         values[128] = np.nan
     return np.asarray(values, np.float32)
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
+    """Return the bytes of a tensor of plain elements or of blocks (`nbflow_kernels.FORMATS`).
+
+    Raises `UsageError`, which begins with `where`, if the type is unknown, the rows are not whole
+    blocks, or the shape is too large.
+    """
+    if math.prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
+        raise UsageError(f"{where}: shape {shape} is too large for any tensor")
+    if dtype in ITEM_BITS:
+        n_bits = math.prod(shape) * ITEM_BITS[dtype]
+        if n_bits % 8:
+            raise UsageError(
+                f"{where}: shape {shape} of {dtype} does not fill a whole number of bytes"
+            )
+        return n_bits // 8
+    from nbflow_kernels.formats import FORMATS
+
+    known = FORMATS.get(dtype)
+    if known is None:
+        raise UsageError(f"{where}: type {dtype} cannot be read")
+    if not shape or shape[-1] % known.block_size:
+        raise UsageError(
+            f"{where}: rows of {dtype} must be multiples of {known.block_size}, got shape {shape}"
+        )
+    return int(math.prod(shape) // known.block_size * known.block_bytes)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from nbflow.checkpoint.dtypes import ITEM_BITS, ITEM_BYTES, NUMPY, WIDENED, widen
+from nbflow.checkpoint.dtypes import ITEM_BITS, ITEM_BYTES, NUMPY, WIDENED, tensor_bytes, widen
 from nbflow.checkpoint.strided_read import is_contiguous, read_strided
 from nbflow.utils.binary_file import ByteFile
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nbflow.checkpoint.column_groups import ColumnGroups
     from nbflow_kernels.formats import QuantTensor
 
-__all__ = ["ITEM_BYTES", "Span", "StoredParts", "TensorEntry", "WeightFile", "tensor_bytes"]
+__all__ = ["ITEM_BYTES", "Span", "StoredParts", "TensorEntry", "WeightFile"]
 
 Span = tuple[int, int]
 Read = Callable[["TensorEntry", Span | None, Span | None], np.ndarray[Any, Any]]
@@ -33,35 +33,7 @@ _FEW = 8  # columns that are fewer than one in so many are read row by row if ro
 _GAP_BYTES = 32 << 10  # copied by the system in the time of a call from Python
 _READ_BYTES = 1 << 18  # read at once with the bytes between columns
 _CHUNK_BYTES = 1 << 24  # of a tensor that is read in chunks
-_MAX_ELEMENTS = 1 << 48  # also bounds the other dimensions of an empty tensor
 _REPEATED_BYTES = 1 << 20  # allowed for every tensor that repeats its elements
-
-
-def tensor_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
-    """Return the bytes of a tensor of plain elements or of blocks (`nbflow_kernels.FORMATS`).
-
-    Raises `UsageError`, which begins with `where`, if the type is unknown, the rows are not whole
-    blocks, or the shape is too large.
-    """
-    if math.prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
-        raise UsageError(f"{where}: shape {shape} is too large for any tensor")
-    if dtype in ITEM_BITS:
-        n_bits = math.prod(shape) * ITEM_BITS[dtype]
-        if n_bits % 8:
-            raise UsageError(
-                f"{where}: shape {shape} of {dtype} does not fill a whole number of bytes"
-            )
-        return n_bits // 8
-    from nbflow_kernels.formats import FORMATS
-
-    known = FORMATS.get(dtype)
-    if known is None:
-        raise UsageError(f"{where}: type {dtype} cannot be read")
-    if not shape or shape[-1] % known.block_size:
-        raise UsageError(
-            f"{where}: rows of {dtype} must be multiples of {known.block_size}, got shape {shape}"
-        )
-    return int(math.prod(shape) // known.block_size * known.block_bytes)
 
 
 def _check_repeats(entry: TensorEntry, n_bytes: int) -> None:

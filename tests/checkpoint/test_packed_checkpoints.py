@@ -256,9 +256,21 @@ def test_formats_are_kept_planned_and_named(tmp_path: Path, capsys: pytest.Captu
     q = names["model.layers.0.self_attn.q_proj.weight"]
     assert (q["dtype"], q["shape"]) == ("uint4_g64", [256, 256])
     assert not any(name.endswith((".scales", ".qzeros", ".qweight")) for name in names)
+    assert "act_order" not in q
     name = "layers.0.attn.q.weight"
     assert planned_model(packed).format_of(name) == "uint4_g64"
     assert planned_model(packed / "config.json").format_of(name) == "uint4_g64"
+
+
+def test_inspect_names_act_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    packed, _ = packed_checkpoints.write_packed(tmp_path, "gptq_act_order")
+    words = ["inspect", str(packed), "--tensor", "*.0.*q_proj.weight"]
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([*words, *more])
+    text, _, facts = capsys.readouterr().out.partition("{")
+    assert "uint4_g64 act-order" in text
+    assert [t["act_order"] for t in json.loads("{" + facts)["tensors"]] == [True]
 
 
 @pytest.mark.parametrize(

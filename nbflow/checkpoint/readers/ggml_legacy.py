@@ -24,8 +24,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from nbflow.checkpoint.dtypes import tensor_bytes
 from nbflow.checkpoint.readers.gguf import tensor_types
-from nbflow.checkpoint.weight_file import TensorEntry, WeightFile, tensor_bytes
+from nbflow.checkpoint.weight_file import TensorEntry, WeightFile
 from nbflow.utils.binary_file import ByteCursor, ByteFile
 from nbflow_kernels.errors import UsageError
 

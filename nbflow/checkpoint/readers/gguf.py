@@ -43,7 +43,8 @@ from typing import Any
 
 import numpy as np
 
-from nbflow.checkpoint.weight_file import TensorEntry, WeightFile, tensor_bytes
+from nbflow.checkpoint.dtypes import tensor_bytes
+from nbflow.checkpoint.weight_file import TensorEntry, WeightFile
 from nbflow.utils.binary_file import ByteCursor, ByteFile
 from nbflow_kernels.errors import UsageError
 

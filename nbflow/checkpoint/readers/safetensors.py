@@ -25,9 +25,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from nbflow.checkpoint.dtypes import ITEM_BITS
+from nbflow.checkpoint.dtypes import ITEM_BITS, tensor_bytes
 from nbflow.checkpoint.shards import open_checkpoint
-from nbflow.checkpoint.weight_file import TensorEntry, WeightFile, tensor_bytes
+from nbflow.checkpoint.weight_file import TensorEntry, WeightFile
 from nbflow.utils.binary_file import ByteFile
 from nbflow.utils.json_file import parse_object
 from nbflow.utils.safe_repr import shown

@@ -32,7 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from nbflow.checkpoint.dtypes import ITEM_BYTES
+from nbflow.checkpoint.dtypes import ITEM_BYTES, tensor_bytes
 from nbflow.checkpoint.readers.torch_unpickler import (
     MAX_OPCODES,
     Dict,
@@ -47,7 +47,7 @@ from nbflow.checkpoint.readers.torch_unpickler import (
     unreadable,
 )
 from nbflow.checkpoint.shards import open_checkpoint
-from nbflow.checkpoint.weight_file import TensorEntry, WeightFile, tensor_bytes
+from nbflow.checkpoint.weight_file import TensorEntry, WeightFile
 from nbflow.utils.binary_file import ByteFile
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.checkpoint.weight_file import tensor_bytes
+from nbflow.checkpoint.dtypes import tensor_bytes
 
 
 @dataclass(frozen=True)

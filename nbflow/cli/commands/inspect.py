@@ -54,7 +54,8 @@ def _print_table(tensors: list[dict[str, Any]], files: list[str]) -> None:
     for tensor in tensors:
         shape = "x".join(map(str, tensor["shape"])) or "scalar"
         place = f"{files.index(tensor['file'])}:{tensor['offset']}"
-        found = [printable(tensor["name"]), tensor["dtype"], shape, f"{tensor['bytes']:,}", place]
+        dtype = tensor["dtype"] + " act-order" * ("act_order" in tensor)
+        found = [printable(tensor["name"]), dtype, shape, f"{tensor['bytes']:,}", place]
         rows.append([*found, tensor["sha256"]] if "sha256" in tensor else found)
     if "sha256" in tensors[0]:
         columns.append("sha256")
@@ -104,6 +105,8 @@ def _tensor(weights: WeightFile, name: str, with_hash: bool) -> dict[str, Any]:
     }
     if entry.scaled is not None:
         facts["scales"] = entry.scaled.scales.name
+    if weights.column_groups(name) is not None:
+        facts["act_order"] = True
     if entry.strides is not None:
         facts["strides"] = list(entry.strides)
     if with_hash:
