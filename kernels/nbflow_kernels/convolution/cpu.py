@@ -45,7 +45,12 @@ def causal_conv1d(x, weight, bias, state, indptr, state_indices, silu, out):
 @jit.device_function
 def _transpose(rows, kind, n_rows, n_columns, to):
     """Copy up to 16 rows of numbers to columns of 16 float32 at `to`."""
-    if kind == F32 and n_rows == 16 and 2 <= n_columns <= 4:
+    if n_rows == 16 and 2 <= n_columns <= 4:
+        if kind != F32:  # widened in place first
+            for i in range(n_columns):
+                v = simd.load_f16(rows + 32 * i) if kind == F16 else simd.load_bf16(rows + 32 * i)
+                simd.store_f32(to + 64 * i, v)
+            rows = to
         if n_columns == 2:
             split_columns(rows, 2, to)
         elif n_columns == 3:
@@ -74,15 +79,23 @@ def _rounded(v, kind, narrow):
 @jit.device_function
 def _update_state(state, kind, history, x, x_bytes, n_tokens, n_kept, lanes, narrow):
     """Write the last `n_kept` inputs of a sequence, of which `n_tokens` are new, to its state."""
-    if kind == F32 and lanes == 16 and 2 <= n_kept <= 3:
+    if lanes == 16 and 2 <= n_kept <= 3:
         for j in range(n_kept):  # rises: a later place of the history is not overwritten yet
             t = n_tokens - n_kept + j
             source = history + 64 * (t + n_kept) if t < 0 else x + t * x_bytes
             simd.store_f32(history + 64 * j, simd.load_f32(source))
+        to = state if kind == F32 else history
         if n_kept == 2:
-            join_columns(history, 2, state)
+            join_columns(history, 2, to)
         else:
-            join_columns(history, 3, state)
+            join_columns(history, 3, to)
+        if kind != F32:
+            for i in range(n_kept):
+                v = simd.load_f32(history + 64 * i)
+                if kind == F16:
+                    store_f16(state + 32 * i, v)
+                else:
+                    store_bf16(state + 32 * i, v)
         return
     for j in range(n_kept):
         t = n_tokens - n_kept + j
