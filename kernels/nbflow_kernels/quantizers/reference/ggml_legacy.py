@@ -40,6 +40,7 @@ QuantizedBlocks = tuple[Bytes, NDArray[np.uint16]]
 SIZE = 32  # weights of a block
 FIT_COST, ROUND_COST, PACK_COST = 250.0, 4.0, 1.0  # multiply-adds a weight costs, to count threads
 _NIBBLES = 0x0F0F0F0F0F0F0F0F
+_FOUR = np.int64(4)  # results wrap as int64, in Python too
 
 
 @jit.kernel(strict=True)
@@ -133,9 +134,10 @@ def pack(format: AffineFormat, codes: Bytes, parameters: NDArray[np.uint16]) -> 
 
 @functools.cache
 def _places(format: AffineFormat) -> tuple[int, ...]:
-    """Return where scale, base, highest bits of 5 and codes begin (-1: absent); bits; flip.
+    """Return where scale, base, highest bits of 5 and codes begin (-1: absent); bits; flips.
 
-    Codes are bytes, stored xor `flip`, or nibbles, of which codes i and i + 16 share a byte.
+    Codes are bytes, eight of which are stored xor `flips`, or nibbles, of which codes i and i + 16
+    share a byte.
     """
     high, low, bits = -1, -1, 0
     field = format.fields["code"]
@@ -146,15 +148,15 @@ def _places(format: AffineFormat) -> tuple[int, ...]:
             low, bits = plane.at, plane.bits
     assert low >= 0, "a layout of GGML's legacy formats"
     assert bits == 8 or field.flip == 0, "signed nibbles"
+    flips = np.array([field.flip * LOWEST_BITS], np.uint64).view(np.int64)[0]
     base = format.fields["base"].planes[0].at if "base" in format.fields else -1
-    return format.fields["scale"].planes[0].at, base, high, low, bits, field.flip
+    return format.fields["scale"].planes[0].at, base, high, low, bits, int(flips)
 
 
 @jit.kernel
 def _pack(codes, parameters, places, blocks, start, stop):
     """Write blocks [start, stop); `places` is from `_places`."""
-    scale_at, base_at, high_at, low_at, bits, flip = places
-    flips = flip * LOWEST_BITS
+    scale_at, base_at, high_at, low_at, bits, flips = places
     for b in range(start, stop):
         source, to = simd.address(codes) + SIZE * b, simd.address(blocks) + b * blocks.shape[1]
         write_u16(to + scale_at, parameters[b, 1])
@@ -166,10 +168,10 @@ def _pack(codes, parameters, places, blocks, start, stop):
             continue
         for i in range(0, SIZE // 2, 8):
             first, second = read_i64(source + i), read_i64(source + i + SIZE // 2)
-            write_i64(to + low_at + i, (first & _NIBBLES) | (second & _NIBBLES) << 4)
+            write_i64(to + low_at + i, (first & _NIBBLES) | (second & _NIBBLES) << _FOUR)
         if high_at >= 0:
             for i in range(SIZE // 8):  # the product moves the lowest bit of byte k to bit 56 + k
-                lowest = read_i64(source + 8 * i) >> 4 & LOWEST_BITS
+                lowest = read_i64(source + 8 * i) >> _FOUR & LOWEST_BITS
                 write_u8(to + high_at + i, lowest * GATHER_BITS >> 56)
 
 
