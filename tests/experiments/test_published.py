@@ -64,11 +64,17 @@ def test_what_is_published(fake: FakeEngine, sweep_file: Path, tool: ModuleType)
     launch.write_text(json.dumps(data | {"command": ["/opt/bin/nbflow", f"{ROOT}/a.toml"]}))
     provenance = {"schema_version": 1, "launches": [json.loads(launch.read_text())]}
     (run / "provenance.json").write_text(json.dumps(provenance))
+    old = results / "unit" / "here" / "figures"
+    old.mkdir(parents=True)
+    (old / "removed.png").touch()
+    (old.parent / "rows_of_another_tool.jsonl").touch()
     folder = tool.publish(run, results, "here")
     assert folder == results / "unit" / "here"
     assert {p.name for p in folder.iterdir()} == {
-        "points.csv", "results.csv", "sweep.json", "provenance.json", "figures", "report.html"
+        "points.csv", "results.csv", "sweep.json", "provenance.json", "figures", "report.html",
+        "rows_of_another_tool.jsonl",
     }  # fmt: skip
+    assert not (old / "removed.png").exists()
     assert read_points(folder) == read_points(run)
     written = json.loads((folder / "provenance.json").read_text())["launches"][0]
     assert written["command"] == ["nbflow", "a.toml"]

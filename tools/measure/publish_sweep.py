@@ -5,7 +5,8 @@
     python tools/docs/update_tables.py        # then writes the tables of docs/experiments.md
 
 results/<sweep>/<machine>/ gets the tables, the provenance, the figures and the report; not the
-folders of the points.  Paths inside the checkout are written relative to it.
+folders of the points.  Other files there stay.  Paths inside the checkout are written relative to
+it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def publish(run: Path, results: Path, machine: str) -> Path:
     """Copy the published files of a results folder; return the target folder."""
     name = json.loads((run / "sweep.json").read_text(encoding="utf-8"))["name"]
     folder = results / name / machine
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    shutil.rmtree(folder / "figures", ignore_errors=True)  # other rows in the folder stay
+    folder.mkdir(parents=True, exist_ok=True)
     for table in TABLES:
         shutil.copyfile(run / table, folder / table)
     provenance = json.loads((run / "provenance.json").read_text(encoding="utf-8"))
