@@ -69,7 +69,8 @@ class CpuExecutor(Executor):
         super().__init__(*args, **options)
         self._int8_rows: dict[int, Int8Rows] = {}  # by number of columns
         self._scratch: dict[tuple[str, int], np.ndarray] = {}  # by name and number of columns
-        self._expert_layers: dict[int, ExpertLayer] = {}  # by index of the op
+        self._expert_layers: dict[int, tuple[Any, ExpertLayer]] = {}
+        """Matrices and layer of each `experts` op, by its index."""
         self.scratch = Scratch(self._scratch_floats, self.int8_rows)
         """Buffers of captured layers of experts."""
 
@@ -80,13 +81,15 @@ class CpuExecutor(Executor):
         return super().workspace_bytes + own + sum(x.nbytes for x in self._scratch.values())
 
     def expert_layer(self, index: int) -> ExpertLayer:
-        """Return the layer of an `experts` op, made at the first call."""
-        if index not in self._expert_layers:
-            op, weights = self.program.ops[index], self.weights
-            bias = expert_biases(op, self.program.spec, weights.bias[index])
-            arguments = moe_arguments(op, weights.operands[index], bias)
-            self._expert_layers[index] = ExpertLayer(**arguments, activations=self.activations)
-        return self._expert_layers[index]
+        """Return the layer of an `experts` op, made when its matrices are new."""
+        op, matrices = self.program.ops[index], self.weights.operands[index]
+        made_of, layer = self._expert_layers.get(index, (None, None))
+        if layer is None or made_of is not matrices:
+            bias = expert_biases(op, self.program.spec, self.weights.bias[index])
+            arguments = moe_arguments(op, matrices, bias)
+            layer = ExpertLayer(**arguments, activations=self.activations)
+            self._expert_layers[index] = matrices, layer
+        return layer
 
     def _scratch_floats(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
         """Return a float32 buffer; ops use those of one name and width in turn."""

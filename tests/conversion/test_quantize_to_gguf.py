@@ -114,6 +114,9 @@ NOT_LIKE_LLAMA_CPP = {
     "deepseek_v2": "llama.cpp has no groups of experts with softmax scores",
     "cohere_plus": "llama.cpp knows a model with norms of queries and keys by its 64 layers",
     "olmoe": "llama.cpp takes as many key/value heads as query heads only",
+    "arcee": "llama.cpp has no biases of feed-forward networks here",
+    "ernie4_5": "llama.cpp has no biases here",
+    "hunyuan": "llama.cpp has no biases of attention here",
 }
 
 

@@ -87,7 +87,7 @@ def deal(ranks: Sequence[tuple[str, frozenset[int]]], where: dict[int, Place]) -
     >>> deal([("a", frozenset(range(4)))] * 2, one_node)
     [[0, 1], [2, 3]]
     >>> deal([("a", frozenset({0, 1})), ("a", frozenset({1, 2, 3}))], one_node)
-    [[0, 1], [2, 3]]
+    [[0], [1, 2, 3]]
     """
     dealt: list[list[int]] = [[] for _ in ranks]
     for host in dict.fromkeys(host for host, _ in ranks):
