@@ -64,7 +64,7 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
         (
             ("quantized_matmul", "GEMV, GEMM of", "packed weights"),
             ("attention", "paged, ragged,", "MLA; kv_cache"),
-            ("matmul · moe", "float products, experts,", "product_keys; convolution"),
+            ("matmul · moe", "convolution ·", "product_keys"),
             ("linear_attention", "delta_rule · hadamard", "gating · state_space"),
             ("norm · activation", "position · embedding", "row_statistics · masks"),
             ("sampling · logits", "penalties · sparse", "· exchange of arrays"),
