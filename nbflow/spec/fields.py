@@ -128,6 +128,9 @@ FIELDS: dict[str, Field] = {
         "or the name of a [layer] table; wins over window_first_layer and full_layer_every",
         (),
     ),
+    "last_layer_type": Field(
+        str, "kind of the last layer, whatever layer_types says; absent: as it says", None
+    ),
     "logits_soft_cap": Field(
         float, "scores become cap * tanh(score / cap)", None, least=MIN_POSITIVE
     ),
