@@ -74,6 +74,9 @@ def find_layout(
     if whole in LATENT_MATRICES:
         return _head_part(spec, layer, whole, our_shape)
     transposed = spec.transposed and len(our_shape) == 2
+    if pattern is not None and "{i}" not in pattern:  # a vector with numbers of each layer
+        row = int(layer)
+        return TensorLayout(pattern, (spec.n_layers, *our_shape), ((row, row + 1),))
     if pattern is not None:
         return TensorLayout(
             pattern.replace("{i}", layer),

@@ -47,6 +47,8 @@ def write_gguf(
     names = families_by_arch()[arch].tensors
     with open_weights(source) as file:
         tensors = {ours: read_operand(spec, file, Operand(ours)) for ours in spec.tensor_shapes()}
+    if spec.activation == "xielu":
+        _add_xielu(writer, spec, tensors)
     for name, array in {**_gguf_tensors(spec, arch, tensors, names), **(more or {})}.items():
         if not name.endswith(without):
             writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
@@ -186,6 +188,13 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
             writer.add_expert_gating_func(gating)
             writer.add_expert_group_count(spec.moe.groups)
             writer.add_expert_group_used_count(spec.moe.groups_used)
+
+
+def _add_xielu(writer: gguf.GGUFWriter, spec: ModelSpec, tensors: dict[str, np.ndarray]) -> None:
+    """Write the numbers of xIELU, which are metadata."""
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        parts = [tensors.pop(f"layers.{i}.ffn.{name}.weight") for i in range(spec.n_layers)]
+        getattr(writer, f"add_xielu_{name}")([float(part.item()) for part in parts])
 
 
 def _add_of_gemma4(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:

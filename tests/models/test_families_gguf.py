@@ -14,6 +14,7 @@ import nbflow
 import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
 from nbflow.checkpoint.readers.gguf import read_metadata
+from nbflow.conversion import quantize_checkpoint
 from nbflow.spec import resolve
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
@@ -33,6 +34,7 @@ MODELS = {
     "dots1": "dots1", "exaone4": "exaone4", "mistral3": "ministral3", "qwen2vl": "qwen2_5_vl",
     "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "glm4moe": "glm4_moe",
     "bailingmoe2": "bailing_moe_v2", "mimo2": "mimo_v2_flash", "gemma4": "gemma4",
+    "apertus": "apertus",
 }  # fmt: skip
 """Architecture -> golden model."""
 OTHERS = {"bert", "t5"}
@@ -68,6 +70,10 @@ OTHER_MODELS = {"command-r": "cohere_plus", "stablelm": "stablelm2_12b", "olmo2"
 def test_model_from_a_gguf_file(arch, name, tmp_path):
     source, path, spec_file = FOLDER / name, tmp_path / "model.gguf", None
     more = {"rope_freqs.weight": np.repeat([1.0, 1e30], [2, 6])} if arch == "gemma4" else None
+    if arch == "apertus":
+        rope = resolve(source).spec.rope
+        plain = rope.theta ** (-np.arange(0, rope.dim, 2) / rope.dim)
+        more = {"rope_freqs.weight": plain / rope.scaling.frequencies(rope.dim, rope.theta, 64)[0]}
     write_gguf(source, arch, path, more)
     if arch in NOT_IN_GGUF:
         spec_file = tmp_path / "model.toml"
@@ -87,7 +93,8 @@ def known_names(arch, spec):
     kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     bases = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind]}
     written = {base.replace("{bid}", str(i)) for base in bases for i in range(spec.n_layers)}
-    return {f"{name}.{end}" for name in written for end in ("weight", "bias", "scale")}
+    numbers = {"xielu.alpha_p", "xielu.alpha_n", "xielu.beta", "xielu.eps"}  # metadata
+    return numbers | {f"{name}.{end}" for name in written for end in ("weight", "bias", "scale")}
 
 
 def test_bert(tmp_path):
@@ -144,6 +151,19 @@ def test_divisors_of_llama31(tmp_path):
     with nbflow.load(path, kv="f32", threads=1) as model:
         # the divisors are stored as float32: 6e-8 of an angle of at most 40
         assert np.abs(model.logits(ids) - logits).max() < 1e-5 * np.abs(logits).max()
+
+
+def test_numbers_in_the_metadata_stay_there(tmp_path):
+    """A converted file has those of xIELU once, as llama.cpp expects it."""
+    write_gguf(FOLDER / "apertus", "apertus", tmp_path / "a.gguf")
+    quantize_checkpoint(tmp_path / "a.gguf", tmp_path / "b.gguf", "f16")
+    found = [gguf.GGUFReader(tmp_path / name) for name in ("a.gguf", "b.gguf")]
+    names = [[tensor.name for tensor in reader.tensors] for reader in found]
+    assert names[0] == names[1]
+    assert [reader.fields["xielu.beta"].contents() for reader in found] == [[0.5] * 2] * 2
+    with open_weights(tmp_path / "b.gguf") as file:
+        assert file.array("xielu.beta").tolist() == [0.5] * 2
+        assert file.dtype("xielu.eps") == "f32"
 
 
 def test_latent_attention_with_one_matrix_for_keys_and_values(tmp_path):
