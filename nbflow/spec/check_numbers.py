@@ -153,13 +153,12 @@ def _around_problems(spec: Architecture) -> Iterator[str]:
     """Yield problems of streams, per-layer embeddings and networks that differ between layers."""
     if len(spec.ffn_sizes) not in (0, 1, spec.n_layers):
         yield f"ffn_sizes must have {spec.n_layers} entries, or one, got {len(spec.ffn_sizes)}"
-    if len(spec.activation_sparsity) > spec.n_layers:
-        yield (
-            f"activation_sparsity must have at most {spec.n_layers} entries, got "
-            f"{len(spec.activation_sparsity)}"
-        )
-    if any(spec.activation_sparsity) and not spec.gated:
-        yield "activation_sparsity needs gated = true"
+    for name in ("activation_sparsity", "activation_cuts"):
+        found = getattr(spec, name)
+        if len(found) > spec.n_layers:
+            yield f"{name} must have at most {spec.n_layers} entries, got {len(found)}"
+        if any(found) and not spec.gated:
+            yield f"{name} needs gated = true"
     if spec.active_stream >= spec.streams:
         yield f"active_stream must be 0..{spec.streams - 1}, got {spec.active_stream}"
     if spec.streams > 1 and (spec.norm != "rms" or spec.norm_offset):

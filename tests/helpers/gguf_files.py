@@ -148,6 +148,8 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
         writer.add_rope_freq_base_swa(spec.local_rope.theta)
     if spec.family == "gemma4":
         _add_of_gemma4(writer, spec)
+    if spec.family == "gemma3n":
+        _add_of_gemma3n(writer, spec)
     if spec.window is not None:
         writer.add_sliding_window(spec.window)
     if spec.logits_soft_cap is not None:
@@ -195,6 +197,17 @@ def _add_xielu(writer: gguf.GGUFWriter, spec: ModelSpec, tensors: dict[str, np.n
     for name in ("alpha_p", "alpha_n", "beta", "eps"):
         parts = [tensors.pop(f"layers.{i}.ffn.{name}.weight") for i in range(spec.n_layers)]
         getattr(writer, f"add_xielu_{name}")([float(part.item()) for part in parts])
+
+
+def _add_of_gemma3n(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+    """Write the metadata of streams, sparse layers and shared caches."""
+    writer.add_altup_active_idx(spec.active_stream)
+    writer.add_altup_num_inputs(spec.streams)
+    writer.add_shared_kv_layers(spec.kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(spec.layer_embed_size)
+    writer.add_activation_sparsity_scale([spec.cut_of(i) for i in range(spec.n_layers)])
+    writer.add_sliding_window_pattern([i not in spec.full_layers for i in range(spec.n_layers)])
+    writer.add_rope_freq_base_swa(spec.local_rope.theta)
 
 
 def _add_of_gemma4(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
@@ -252,13 +265,17 @@ def _gguf_tensors(spec, arch, tensors, names):
                 continue
         else:
             layer, inner = "", ours
+            of_stream = re.sub(r"^(streams\.\w+)\.\d+\.", r"\1.{j}.", ours)
+            if of_stream != ours:
+                done.setdefault(names[of_stream][0], []).append(array)
+                continue
         if arch in PERMUTED and inner.startswith(("attn.q.", "attn.k.")):
             array = _neighbours(array, spec.head_dim)
         if spec.normalize_head and ours == "head.weight":
             array = array / np.sqrt(np.square(array.astype(np.float64)).sum(1))[:, None]
         if arch == "bert" and ours.split(".")[0] in ("transform", "transform_norm", "head"):
             continue  # files of encoders have no head
-        has_offset = arch.startswith(("gemma", "nemotron")) and arch != "gemma4"
+        has_offset = arch.startswith(("gemma", "nemotron")) and spec.norm_offset
         if has_offset and inner.endswith("norm.weight"):
             array = array + np.float32(1)
         if inner.startswith("shared_gate"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 from gguf_files import families_by_arch, write_gguf, write_t5
+from safetensors.numpy import load_file, save_file
 from small_models import write_checkpoint
 
 import nbflow
@@ -15,7 +17,7 @@ import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
 from nbflow.checkpoint.readers.gguf import read_metadata
 from nbflow.conversion import quantize_checkpoint
-from nbflow.spec import resolve
+from nbflow.spec import check, resolve
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
 MODELS = {
@@ -34,7 +36,7 @@ MODELS = {
     "dots1": "dots1", "exaone4": "exaone4", "mistral3": "ministral3", "qwen2vl": "qwen2_5_vl",
     "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "glm4moe": "glm4_moe",
     "bailingmoe2": "bailing_moe_v2", "mimo2": "mimo_v2_flash", "gemma4": "gemma4",
-    "apertus": "apertus",
+    "apertus": "apertus", "gemma3n": "gemma3n",
 }  # fmt: skip
 """Architecture -> golden model."""
 OTHERS = {"bert", "t5"}
@@ -48,6 +50,7 @@ NOT_IN_GGUF = {
     "dots1": 'window = 9\nlayer_types = ["full_attention", "full_attention", "sliding_attention"]',
     "exaone4": "full_layer_every = 3",
     "starcoder2": "window = 9",
+    "gemma3n": "laurel_rank = 6\nlayer_embed_vocab_size = 90",
     "gemma2": f"sm_scale = {24**-0.5}",
     "gemma3": f"sm_scale = {24**-0.5}\nfull_layer_every = 2",
 }
@@ -151,6 +154,30 @@ def test_divisors_of_llama31(tmp_path):
     with nbflow.load(path, kv="f32", threads=1) as model:
         # the divisors are stored as float32: 6e-8 of an angle of at most 40
         assert np.abs(model.logits(ids) - logits).max() < 1e-5 * np.abs(logits).max()
+
+
+@pytest.mark.parametrize("arch", ["gemma3n", "gemma4"])
+def test_matrices_of_keys_that_shared_layers_do_not_use(arch, tmp_path):
+    """Released checkpoints have them, and so have their GGUF files."""
+    source = FOLDER / arch
+    layer = resolve(source).spec.n_layers - 1
+    unused = {
+        f"blk.{layer}.attn_{part}.weight": np.ones((16, 32))[: 8 if "norm" in part else None]
+        for part in ("k", "v", "k_norm")
+    }
+    write_gguf(source, arch, tmp_path / "model.gguf", unused)
+    (tmp_path / "own.toml").write_text(
+        f'family = "{arch}_gguf"\n[override]\n{NOT_IN_GGUF.get(arch, "")}\n'
+    )
+    with open_weights(tmp_path / "model.gguf") as file:
+        check(resolve(tmp_path / "model.gguf", spec=tmp_path / "own.toml").spec, file)
+    tensors = load_file(source / "model.safetensors")
+    for part in ("k_proj", "v_proj", "k_norm"):
+        tensors[f"model.layers.{layer}.self_attn.{part}.weight"] = np.ones((16, 32), np.float32)
+    shutil.copy(source / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with open_weights(tmp_path / "model.safetensors") as file:
+        check(resolve(tmp_path / "model.safetensors").spec, file)
 
 
 def test_numbers_in_the_metadata_stay_there(tmp_path):
