@@ -201,6 +201,8 @@ class DeltaSpec:
     rank: int = 0
     """Width of the compressed decays and output gates; 0 for none."""
     gate: Literal["silu", "sigmoid"] = "silu"
+    key_copies: int = 1
+    """Times that all key heads of the checkpoint come in turn."""
 
     @property
     def decays(self) -> int:

@@ -335,6 +335,11 @@ def _recurrent_problems(spec: Architecture) -> Iterator[str]:
             "gated_delta_rule needs linear_key_heads, linear_value_heads, linear_key_dim and "
             "linear_value_dim, at least 1"
         )
+    elif delta.key_heads % delta.key_copies:
+        yield (
+            f"linear_key_copies must divide linear_key_heads, got {delta.key_copies} and "
+            f"{delta.key_heads}"
+        )
     elif delta.value_heads % delta.key_heads:
         yield (
             "linear_value_heads must be a multiple of linear_key_heads, got "

@@ -212,6 +212,14 @@ FIELDS: dict[str, Field] = {
         int, "taps of short convolutions, the token itself included", 0, most=MAX_TAPS
     ),
     "linear_key_heads": Field(int, "gated delta rule: query and key heads", 0, most=MAX_HEADS),
+    "linear_key_copies": Field(
+        int,
+        "gated delta rule: times that all stored key heads come in turn to make linear_key_heads, "
+        "for checkpoints whose value head h uses key head h modulo their number",
+        1,
+        least=1,
+        most=MAX_HEADS,
+    ),
     "linear_value_heads": Field(
         int, "gated delta rule: value heads, a multiple of the key heads", 0, most=MAX_HEADS
     ),

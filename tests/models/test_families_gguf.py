@@ -17,7 +17,9 @@ import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
 from nbflow.checkpoint.readers.gguf import read_metadata
 from nbflow.conversion import quantize_checkpoint
+from nbflow.planner.memory_plan import plan_memory
 from nbflow.spec import check, resolve
+from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
 MODELS = {
@@ -36,7 +38,8 @@ MODELS = {
     "dots1": "dots1", "exaone4": "exaone4", "mistral3": "ministral3", "qwen2vl": "qwen2_5_vl",
     "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "glm4moe": "glm4_moe",
     "bailingmoe2": "bailing_moe_v2", "mimo2": "mimo_v2_flash", "gemma4": "gemma4",
-    "apertus": "apertus", "gemma3n": "gemma3n",
+    "apertus": "apertus", "gemma3n": "gemma3n", "qwen35": "qwen3_5",
+    "qwen35moe": "qwen3_5_moe",
 }  # fmt: skip
 """Architecture -> golden model."""
 OTHERS = {"bert", "t5"}
@@ -97,6 +100,7 @@ def known_names(arch, spec):
     bases = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind]}
     written = {base.replace("{bid}", str(i)) for base in bases for i in range(spec.n_layers)}
     numbers = {"xielu.alpha_p", "xielu.alpha_n", "xielu.beta", "xielu.eps"}  # metadata
+    numbers |= {name for name in written if name.endswith(".ssm_a")}
     return numbers | {f"{name}.{end}" for name in written for end in ("weight", "bias", "scale")}
 
 
@@ -154,6 +158,34 @@ def test_divisors_of_llama31(tmp_path):
     with nbflow.load(path, kv="f32", threads=1) as model:
         # the divisors are stored as float32: 6e-8 of an angle of at most 40
         assert np.abs(model.logits(ids) - logits).max() < 1e-5 * np.abs(logits).max()
+
+
+@pytest.mark.parametrize("partition", ["0", "0&1", "0;1"])
+def test_value_heads_in_turn(partition, tmp_path):
+    """Two value heads to a key head: Qwen 3 Next computes what Qwen 3.5 with experts does."""
+    source, path = FOLDER / "qwen3_next", tmp_path / "model.gguf"
+    write_gguf(source, "qwen35moe", path)
+    (tmp_path / "own.toml").write_text(
+        'family = "qwen35moe_gguf"\n[override]\ndense_layers = [1]\n'
+    )
+    options = {"kv": "f32", "partition": partition, "spec": tmp_path / "own.toml"}
+    with np.load(source / "golden.npz") as file:
+        ids, logits = file["ids"], file["logits"]
+    plan = plan_memory(path, max_sequences=2, max_step_tokens=64, **options)
+    with nbflow.load(path, threads=1, max_step_tokens=64, **options) as model:
+        assert model.spec.delta.key_heads == model.spec.delta.value_heads == 4
+        assert np.abs(model.logits(ids) - logits).max() < 2e-6 * np.abs(logits).max()
+        for found, planned in zip(model.memory(), plan.ranks, strict=True):
+            assert found["weight_bytes"] == planned.weight_bytes
+
+
+def test_copies_of_key_heads_must_fit(tmp_path):
+    write_gguf(FOLDER / "qwen3_5", "qwen35", tmp_path / "model.gguf")
+    (tmp_path / "own.toml").write_text(
+        'family = "qwen35_gguf"\n[override]\nlinear_key_copies = 3\n'
+    )
+    with pytest.raises(UsageError, match="linear_key_copies must divide linear_key_heads"):
+        resolve(tmp_path / "model.gguf", spec=tmp_path / "own.toml")
 
 
 @pytest.mark.parametrize("arch", ["gemma3n", "gemma4"])
