@@ -29,7 +29,7 @@ PERMUTED = (
 """Architectures whose rotary pairs the converter makes neighbours."""
 
 
-_LIKE_DEEPSEEK = ("dots1", "glm4_moe", "bailing", "mimo_v2")
+_LIKE_DEEPSEEK = ("dots1", "glm4_moe", "bailing", "mimo_v2", "kimi_linear")
 """Families with the metadata of DeepSeek V3's experts."""
 
 
@@ -49,6 +49,8 @@ def write_gguf(
         tensors = {ours: read_operand(spec, file, Operand(ours)) for ours in spec.tensor_shapes()}
     if arch in ("qwen35", "qwen35moe"):
         tensors = _in_turn(spec, tensors)
+    if arch == "kimi-linear":
+        tensors = {name: _of_kimi(name, array) for name, array in tensors.items()}
     if spec.activation == "xielu":
         _add_xielu(writer, spec, tensors)
     for name, array in {**_gguf_tensors(spec, arch, tensors, names), **(more or {})}.items():
@@ -206,6 +208,12 @@ def _add_xielu(writer: gguf.GGUFWriter, spec: ModelSpec, tensors: dict[str, np.n
 def _add_delta_rule(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     delta = spec.delta
     writer.add_ssm_conv_kernel(spec.conv_kernel)
+    if delta.decay == "channel":
+        writer.add_kda_head_dim(delta.key_dim)
+        kinds = [spec.kind_of(i).mixer for i in range(spec.n_layers)]
+        writer.kv_data[-1].pop("kimi-linear.attention.head_count_kv")
+        writer.add_head_count_kv([int("attention" in kind) for kind in kinds])
+        return
     writer.add_ssm_state_size(delta.key_dim)
     writer.add_ssm_group_count(delta.key_heads)
     writer.add_ssm_time_step_rank(delta.value_heads)
@@ -213,6 +221,13 @@ def _add_delta_rule(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     writer.add_full_attention_interval(_first_attention(spec) + 1)
     pairs = spec.rope.dim // 2  # in turn of three sections
     writer.add_rope_dimension_sections([*(len(range(j, pairs, 3)) for j in range(3)), 0])
+
+
+def _of_kimi(name: str, array: np.ndarray) -> np.ndarray:
+    """Return negative rates, and the four dimensions of convolutions."""
+    if name.endswith("a_log.weight"):
+        return -np.exp(array.astype(np.float64)).astype(np.float32)
+    return array.reshape(1, len(array), 1, -1) if "_conv." in name else array
 
 
 def _first_attention(spec: ModelSpec) -> int:

@@ -39,7 +39,7 @@ MODELS = {
     "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "glm4moe": "glm4_moe",
     "bailingmoe2": "bailing_moe_v2", "mimo2": "mimo_v2_flash", "gemma4": "gemma4",
     "apertus": "apertus", "gemma3n": "gemma3n", "qwen35": "qwen3_5",
-    "qwen35moe": "qwen3_5_moe",
+    "qwen35moe": "qwen3_5_moe", "kimi-linear": "kimi_linear",
 }  # fmt: skip
 """Architecture -> golden model."""
 OTHERS = {"bert", "t5"}
@@ -53,6 +53,7 @@ NOT_IN_GGUF = {
     "dots1": 'window = 9\nlayer_types = ["full_attention", "full_attention", "sliding_attention"]',
     "exaone4": "full_layer_every = 3",
     "starcoder2": "window = 9",
+    "kimi-linear": "linear_key_heads = 2\nlinear_value_heads = 2",
     "gemma3n": "laurel_rank = 6\nlayer_embed_vocab_size = 90",
     "gemma2": f"sm_scale = {24**-0.5}",
     "gemma3": f"sm_scale = {24**-0.5}\nfull_layer_every = 2",
