@@ -40,7 +40,8 @@ def plan_gguf(resolved: ResolvedModel, file: WeightFile, rules: FormatRules, whe
             for key, value in gguf.read_typed_metadata(source).items()
             if not key.startswith("split.")
         }
-        tensors = plan_as_stored(resolved.spec, file, rules)
+        stored = plan_as_stored(resolved.spec, file, rules)
+        tensors = [tensor for tensor in stored if tensor.name not in metadata]  # xIELU's numbers
         notes: list[str] = []
     else:
         metadata, tensors, notes = _from_model(resolved, file, rules, where)

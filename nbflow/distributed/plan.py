@@ -59,8 +59,9 @@ class RankPlan:
     channels: Range = (0, 0)
     """Range of channels of gated short convolutions, or of Mamba-1."""
     linear_heads: Range = (0, 0)
-    """Range of key heads of linear attention, each with its value heads, or of groups of heads of
-    state-space layers."""
+    """Range of key heads of linear attention, each with its value heads."""
+    ssm_heads: Range = (0, 0)
+    """Range of heads of Mamba-2."""
     plugin_heads: tuple[tuple[str, Range], ...] = ()
     """Range of heads of each op of a plugin (`nbflow.OpPartition`)."""
     vocab_widths: tuple[int, ...] = ()
@@ -151,6 +152,7 @@ def make_plan(
         experts, shared = _split_experts(spec, shares, block_size, partition)
         vocab = split_by_shares(spec.vocab_size, shares)
         channels, linear_heads = _split_recurrent(spec, shares, block_size, partition)
+        ssm_heads = _split_state_space(spec, shares, block_size, partition)
         plugin_heads = _split_plugin_ops(spec, shares, partition)
         for j, rank in enumerate(group):
             before = groups[s - 1] if s else ()
@@ -172,6 +174,7 @@ def make_plan(
                     shared=shared[j],
                     channels=channels[j],
                     linear_heads=linear_heads[j],
+                    ssm_heads=ssm_heads[j],
                     plugin_heads=plugin_heads[j],
                     vocab_widths=tuple(b - a for a, b in vocab),
                     all_reduce=all_reduce,
@@ -252,25 +255,66 @@ def _split_recurrent(
     if spec.selective is not None:
         size = spec.selective.width
         channels = _split_aligned(size, shares, block_size, "mamba1_width", partition)
-    total, width = 0, 1
-    if spec.delta is not None:
+    if spec.delta is not None and n == 1:
+        heads = [(0, spec.delta.key_heads)]
+    elif spec.delta is not None:
         total, width = spec.delta.key_heads, spec.delta.group * spec.delta.value_dim
-    if spec.ssm is not None:  # groups share a norm
-        total = math.gcd(spec.ssm.groups, spec.ssm.norm_groups)
-        width = spec.ssm.width // total
-    if total and n == 1:
-        heads = [(0, total)]
-    elif total:
         unit = _heads_per_unit(block_size, width)
         if total % unit or total // unit < n:
-            raise UsageError(
-                f"partition {partition!r}: the recurrent layers of {spec.name} have {total} groups "
-                f"of {width} columns, which cannot be dealt out to {n} ranks in whole groups and "
-                f"whole blocks of {block_size} columns; use fewer ranks per stage and more stages, "
-                "or a format with a smaller block"
-            )
+            raise _too_few_groups(spec, n, block_size, partition, f"{total} groups of {width}")
         heads = [(a * unit, b * unit) for a, b in split_by_shares(total // unit, shares)]
     return channels, heads
+
+
+def _split_state_space(
+    spec: ModelSpec, shares: Sequence[float], block_size: int, partition: str
+) -> list[Range]:
+    """Return the heads of Mamba-2 of each rank.
+
+    Ranks get whole groups of heads.  If there are fewer groups than ranks, each gets heads of one
+    group, whose input and output vectors all its ranks compute.
+    """
+    ssm, n = spec.ssm, len(shares)
+    if ssm is None:
+        return [(0, 0)] * n
+    if n == 1:
+        return [(0, ssm.heads)]
+    norm_groups = ssm.groups if ssm.norm == "none" else ssm.norm_groups
+    for n_parts in (math.gcd(ssm.groups, norm_groups), ssm.groups, ssm.heads):
+        unit = ssm.heads // n_parts
+        unit *= _heads_per_unit(block_size, unit * ssm.head_dim)
+        if ssm.heads % unit or ssm.heads // unit < n:
+            continue
+        cuts = [(a * unit, b * unit) for a, b in split_by_shares(ssm.heads // unit, shares)]
+        columns = [(a * ssm.head_dim, b * ssm.head_dim) for a, b in cuts]
+        group, norm_group = ssm.heads // ssm.groups, ssm.width // norm_groups
+        fits = all(_is_whole(cut, group) or _is_inside(cut, group) for cut in cuts)
+        # All ranks take part in the sums of a norm, or none.
+        if fits and any(all(f(c, norm_group) for c in columns) for f in (_is_whole, _is_inside)):
+            return cuts
+    groups = f"{ssm.heads} heads in {ssm.groups} groups, with norms of {norm_groups} groups,"
+    raise _too_few_groups(spec, n, block_size, partition, f"{groups} of {ssm.width}")
+
+
+def _is_whole(part: Range, size: int) -> bool:
+    """Return True if a range consists of whole groups of this size."""
+    return part[0] % size == part[1] % size == 0
+
+
+def _is_inside(part: Range, size: int) -> bool:
+    """Return True if a range is a part of one group of this size."""
+    return part[0] // size == (part[1] - 1) // size and part[1] - part[0] < size
+
+
+def _too_few_groups(
+    spec: ModelSpec, n: int, block_size: int, partition: str, found: str
+) -> UsageError:
+    return UsageError(
+        f"partition {partition!r}: the recurrent layers of {spec.name} have {found} columns, "
+        f"which cannot be dealt out to {n} ranks in whole heads or groups and whole blocks of "
+        f"{block_size} columns; use fewer ranks per stage and more stages, or a format with a "
+        "smaller block"
+    )
 
 
 def _split_plugin_ops(

@@ -364,7 +364,7 @@ class Stage:
 def _sizes(plan: RankPlan) -> tuple[int, ...]:
     ranges = (
         plan.layers, plan.heads, plan.kv_heads, plan.ffn, plan.vocab, plan.experts, plan.shared,
-        plan.channels, plan.linear_heads,
+        plan.channels, plan.linear_heads, plan.ssm_heads,
     )  # fmt: skip
     return tuple(b - a for a, b in ranges)
 

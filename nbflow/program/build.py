@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
-from statistics import NormalDist
 from string import digits
 from typing import Any
 
@@ -125,7 +125,7 @@ def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
         buffers |= {ffn_name(spec, name, size): Buffer(size) for name in ("gate", "up", "f")}
     if spec.retrieved_experts:
         buffers |= {"rk": Buffer(2 * spec.retrieval_keys), "ro": Buffer(E)}
-    if spec.activation_sparsity:
+    if spec.activation_sparsity or spec.activation_cuts:
         buffers["gm"] = Buffer(2)
     used = {name for op in ops for name in (op.out, *op.inputs)}
     return {name: buffer for name, buffer in buffers.items() if name in used}
@@ -473,10 +473,10 @@ def _retrieval(spec: ModelSpec, i: int, source: str) -> list[Op]:
 
 def _sparsity(spec: ModelSpec, i: int, gate: str, size: int) -> list[Op]:
     """Return the cut of gates below a quantile of their distribution."""
-    share = spec.sparsity_of(i)
-    if not share:
+    cut = spec.cut_of(i)
+    if cut == -math.inf:
         return []
-    attrs = {"width": size, "deviations": NormalDist().inv_cdf(share)}
+    attrs = {"width": size, "deviations": cut}
     return [
         Op("row_moments", "gm", (gate,), layer=i),
         Op("gaussian_topk", gate, (gate, "gm"), layer=i, attrs=attrs),

@@ -14,11 +14,10 @@ values of layers whose cache a later stage reads, too.
 from __future__ import annotations
 
 import dataclasses
-import math
 from string import digits
 
 from nbflow.distributed.plan import RankPlan
-from nbflow.program.layer_ops import ffn_name, qkv_names
+from nbflow.program.layer_ops import ffn_name, gate, qkv_names
 from nbflow.program.records import Buffer, Op, Operand, Program, expert_parts
 from nbflow.spec.architecture import BIAS_COLUMNS, HeadShape
 from nbflow.spec.model_spec import ModelSpec
@@ -72,6 +71,9 @@ def partition(program: Program, plan: RankPlan) -> Program:
         of_all_heads = op.out == "ly" or (op.out in "qk" and spec.qk_norm == "all")
         if not alone and op.kind == "norm" and of_all_heads:
             ops += _sharded_norm(program, op, plan, cuts)
+            continue
+        if not alone and op.kind == "gated_norm" and _cuts_groups(op, cuts):
+            ops += _sharded_gated_norm(program, op, plan, cuts)
             continue
         own = cuts | local_cuts if spec.is_local(op.layer) else cuts
         if spec.ffn_size(op.layer) != spec.intermediate_size:
@@ -183,7 +185,7 @@ def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffe
         sharded |= dict.fromkeys(names, end - first)
     used = {name for op in ops for name in (op.out, *op.inputs)}
     whole = {**program.buffers, "logits_part": Buffer(0, "logits"), "squares": Buffer(2)}
-    whole["square"] = Buffer(1)
+    whole["square"] = Buffer(1 if spec.ssm is None else spec.ssm.norm_groups)
     found = {}
     for name, buffer in whole.items():
         if name in used:
@@ -278,13 +280,13 @@ def _recurrent_cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, in
 
 
 def _state_space_cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
-    """Return the cuts of state-space layers: whole groups of heads."""
-    ssm, (first, end) = program.spec.ssm, plan.linear_heads
-    heads = width = vectors = (0, 0)
+    """Return the cuts of Mamba-2: heads, and the vectors of the groups that they belong to."""
+    ssm, heads = program.spec.ssm, plan.ssm_heads
+    width = vectors = (0, 0)
     if ssm is not None:
-        n_parts = math.gcd(ssm.groups, ssm.norm_groups)
-        sizes = ssm.heads, ssm.width, ssm.groups * ssm.state_dim
-        heads, width, vectors = ((first * n // n_parts, end * n // n_parts) for n in sizes)
+        N, per_group = ssm.state_dim, ssm.heads // ssm.groups
+        width = heads[0] * ssm.head_dim, heads[1] * ssm.head_dim
+        vectors = heads[0] // per_group * N, -(-heads[1] // per_group) * N
     return {
         **dict.fromkeys(("ssm.z", "ssm.x", "ssm.x_conv", "ssm.norm", "ssm.out"), width),
         **dict.fromkeys(("ssm.b", "ssm.c", "ssm.b_conv", "ssm.c_conv"), vectors),
@@ -354,8 +356,7 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]], spec
         return _shard_recurrent(op, cuts)
     if op.kind != "linear" or op.out == "router":
         return op
-    name = op.weights[0].name
-    role = name.split(".", 2)[2].removesuffix(".weight")
+    role = _role(op)
     if role not in cuts:  # attn.q_a, attn.kv_a: replicated
         return op
     if role not in ROW_PARALLEL:
@@ -412,9 +413,14 @@ _HEADS_OF = {
 """Kind of op without matrices -> matrix whose rows are cut alike."""
 
 
+def _role(op: Op) -> str:
+    """Return the name of an op's first weight without its layer."""
+    return op.weights[0].name.split(".", 2)[2].removesuffix(".weight")
+
+
 def _shard_recurrent(op: Op, cuts: dict[str, tuple[int, int]]) -> Op:
     """Shard a recurrent op and its state by channels (convolutions) or heads."""
-    role = op.weights[0].name.split(".", 2)[2].removesuffix(".weight") if op.weights else ""
+    role = _role(op) if op.weights else ""
     if role == "delta.norm":  # of each head
         return op
     if op.kind == "log_decay":
@@ -455,6 +461,34 @@ def _sharded_norm(
         Op("all_reduce", sums, layer=op.layer, attrs={"ranks": plan.group}),
         norm,
     ]
+
+
+def _cuts_groups(op: Op, cuts: dict[str, tuple[int, int]]) -> bool:
+    """Return True if ranks hold parts of the groups of columns that a gated norm normalizes."""
+    size, rows = op.attrs["group_size"], cuts.get(_role(op), (0, 0))
+    return any(row % size for row in rows)
+
+
+def _sharded_gated_norm(
+    program: Program, op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]
+) -> list[Op]:
+    """Shard a gated norm of groups of columns that several ranks hold parts of.
+
+    The gate is an op by itself, and ranks all-reduce the sums of squares of all groups, of which
+    each adds to one.
+    """
+    (x, z), size, rows = op.inputs, op.attrs["group_size"], cuts[_role(op)]
+    n_groups, mine = program.buffers[x].width // size, rows[0] // size
+    attrs = {"norm": "rms", "eps": op.attrs["eps"], "width": size, "column": mine}
+    weights = tuple(Operand(w.name, rows=rows) for w in op.weights)
+    counts = {"counts": tuple(group == mine for group in range(n_groups))}
+    normed = [
+        Op("sum_squares", "square", (x,) * n_groups, layer=op.layer, attrs=counts),
+        Op("all_reduce", "square", layer=op.layer, attrs={"ranks": plan.group}),
+        Op("norm", x, (x, "square"), weights, layer=op.layer, attrs=attrs),
+    ]
+    gated = gate(x, z, x, op.layer or 0, op.attrs["activation"])
+    return [gated, *normed] if op.attrs["gate_first"] else [*normed, gated]
 
 
 def _shard_experts(op: Op, experts: tuple[int, int]) -> Op:

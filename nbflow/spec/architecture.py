@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import NormalDist
 from typing import Any, Literal
 
 from nbflow.spec.plugin_ops import OPS
@@ -200,6 +201,8 @@ class DeltaSpec:
     rank: int = 0
     """Width of the compressed decays and output gates; 0 for none."""
     gate: Literal["silu", "sigmoid"] = "silu"
+    key_copies: int = 1
+    """Times that all key heads of the checkpoint come in turn."""
 
     @property
     def decays(self) -> int:
@@ -328,6 +331,7 @@ class Architecture:
     ffn_sizes: tuple[int, ...] = ()
     kv_shared_ffn_factor: int = 1
     activation_sparsity: tuple[float, ...] = ()
+    activation_cuts: tuple[float, ...] = ()
     layer_embed_size: int = 0
     layer_embed_vocab_size: int = 0
     layer_scale: bool = False
@@ -477,12 +481,13 @@ class Architecture:
         is_shared = layer >= self.n_layers - self.kv_shared_layers
         return self.intermediate_size * (self.kv_shared_ffn_factor if is_shared else 1)
 
-    def sparsity_of(self, layer: int) -> float:
-        """Return the share of the columns of ffn.gate that become 0 in a layer."""
-        each = self.activation_sparsity
-        if len(each) == 1:
-            return each[0]
-        return each[layer] if layer < len(each) else 0.0
+    def cut_of(self, layer: int) -> float:
+        """Return deviations above the mean: smaller columns of ffn.gate become 0; -inf for none."""
+        shares, cuts = self.activation_sparsity, self.activation_cuts
+        share = shares[0] if len(shares) == 1 else (*shares, *[0.0] * self.n_layers)[layer]
+        if share:
+            return NormalDist().inv_cdf(share)
+        return cuts[layer] if layer < len(cuts) else -math.inf
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer."""

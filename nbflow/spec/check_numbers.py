@@ -153,13 +153,12 @@ def _around_problems(spec: Architecture) -> Iterator[str]:
     """Yield problems of streams, per-layer embeddings and networks that differ between layers."""
     if len(spec.ffn_sizes) not in (0, 1, spec.n_layers):
         yield f"ffn_sizes must have {spec.n_layers} entries, or one, got {len(spec.ffn_sizes)}"
-    if len(spec.activation_sparsity) > spec.n_layers:
-        yield (
-            f"activation_sparsity must have at most {spec.n_layers} entries, got "
-            f"{len(spec.activation_sparsity)}"
-        )
-    if any(spec.activation_sparsity) and not spec.gated:
-        yield "activation_sparsity needs gated = true"
+    for name in ("activation_sparsity", "activation_cuts"):
+        found = getattr(spec, name)
+        if len(found) > spec.n_layers:
+            yield f"{name} must have at most {spec.n_layers} entries, got {len(found)}"
+        if any(found) and not spec.gated:
+            yield f"{name} needs gated = true"
     if spec.active_stream >= spec.streams:
         yield f"active_stream must be 0..{spec.streams - 1}, got {spec.active_stream}"
     if spec.streams > 1 and (spec.norm != "rms" or spec.norm_offset):
@@ -335,6 +334,11 @@ def _recurrent_problems(spec: Architecture) -> Iterator[str]:
         yield (
             "gated_delta_rule needs linear_key_heads, linear_value_heads, linear_key_dim and "
             "linear_value_dim, at least 1"
+        )
+    elif delta.key_heads % delta.key_copies:
+        yield (
+            f"linear_key_copies must divide linear_key_heads, got {delta.key_copies} and "
+            f"{delta.key_heads}"
         )
     elif delta.value_heads % delta.key_heads:
         yield (

@@ -18,7 +18,7 @@ from nbflow.spec.architecture import LAYER_KINDS, LayerKind
 from nbflow.spec.fields import FIELDS, LAYER_FIELDS, check_field
 from nbflow.spec.formula import FUNCTIONS, check_formula
 from nbflow.spec.plugin_ops import TENSOR_NAME
-from nbflow.spec.tensor_names import FUSED, LINEARS, TENSOR_NAMES
+from nbflow.spec.tensor_names import FUSED, LINEARS, STACKED_NUMBERS, TENSOR_NAMES
 from nbflow.utils.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_specs import FAMILIES
@@ -329,7 +329,8 @@ def check_tensors(table: Any, where: str) -> dict[str, tuple[str, ...]]:
             theirs = [check_value(theirs, f"{where} {name}", str)]
         checked[name] = names = tuple(t for t in strings(theirs, f"{where} {name}") if t)
         for one in names:
-            if one.count("{i}") != name.count("{i}"):
+            of_all_layers = name in STACKED_NUMBERS and "{i}" not in one
+            if one.count("{i}") != name.count("{i}") and not of_all_layers:
                 raise UsageError(
                     f"{where} {name}: must contain {{i}} {name.count('{i}')} times, got {one!r}"
                 )

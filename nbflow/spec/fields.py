@@ -128,6 +128,9 @@ FIELDS: dict[str, Field] = {
         "or the name of a [layer] table; wins over window_first_layer and full_layer_every",
         (),
     ),
+    "last_layer_type": Field(
+        str, "kind of the last layer, whatever layer_types says; absent: as it says", None
+    ),
     "logits_soft_cap": Field(
         float, "scores become cap * tanh(score / cap)", None, least=MIN_POSITIVE
     ),
@@ -209,6 +212,14 @@ FIELDS: dict[str, Field] = {
         int, "taps of short convolutions, the token itself included", 0, most=MAX_TAPS
     ),
     "linear_key_heads": Field(int, "gated delta rule: query and key heads", 0, most=MAX_HEADS),
+    "linear_key_copies": Field(
+        int,
+        "gated delta rule: times that all stored key heads come in turn to make linear_key_heads, "
+        "for checkpoints whose value head h uses key head h modulo their number",
+        1,
+        least=1,
+        most=MAX_HEADS,
+    ),
     "linear_value_heads": Field(
         int, "gated delta rule: value heads, a multiple of the key heads", 0, most=MAX_HEADS
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from nbflow.spec.field import MAX_LAYERS, MAX_WIDTH, Field
 from nbflow_kernels.product_keys import MAX_CHOSEN, MAX_KEYS
 
@@ -44,6 +46,13 @@ LAYER_INPUT_FIELDS = {
         (),
         least=0.0,
         most=0.9999,
+    ),
+    "activation_cuts": Field(
+        [float],
+        "the same in deviations above the mean below which columns become 0, in layers where "
+        "activation_sparsity says nothing; -inf for none",
+        (),
+        least=-math.inf,
     ),
     "layer_embed_size": Field(
         int,

@@ -56,16 +56,23 @@ def layers_with(word: str, words: Sequence[str] | None) -> tuple[int, ...] | Non
 
 def layer_kinds(family: Family, values: Mapping[str, Any], where: str) -> tuple[LayerKind, ...]:
     """Return the kind of each layer; empty if layer_types has no effect."""
-    types, n = values["layer_types"], values["n_layers"]
+    types, n, last = values["layer_types"], values["n_layers"], values["last_layer_type"]
     masked = values["window"] is not None or values["attention_chunk"] is not None
     if not masked and family.layers.keys() == LAYER_KINDS.keys():
         return ()
+    if last is not None and not types:
+        every = values["full_layer_every"]
+        of_full = (every and (i + 1) % every == 0 for i in range(n))
+        types = tuple("full_attention" if full else "sliding_attention" for full in of_full)
     for kind in types:
         check_value(kind, f"{where}: layer_types", tuple(family.layers))
     if len(types) == 1:
         types = types * n
     if types and len(types) != n:
         raise UsageError(f"{where}: layer_types must have {n} entries, got {len(types)}")
+    if last is not None:
+        check_value(last, f"{where}: last_layer_type", tuple(family.layers))
+        types = (*types[:-1], last)
     return tuple(family.layers[kind] for kind in types)
 
 

@@ -13,7 +13,8 @@ def delta(values: Mapping[str, Any]) -> DeltaSpec | None:
     if not values["linear_value_heads"]:
         return None
     parts = (
-        "key_heads", "value_heads", "key_dim", "value_dim", "beta_scale", "decay", "rank", "gate"
+        "key_heads", "value_heads", "key_dim", "value_dim", "beta_scale", "decay", "rank", "gate",
+        "key_copies",
     )  # fmt: skip
     eps = values["linear_norm_eps"]
     return DeltaSpec(

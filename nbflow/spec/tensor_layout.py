@@ -74,6 +74,9 @@ def find_layout(
     if whole in LATENT_MATRICES:
         return _head_part(spec, layer, whole, our_shape)
     transposed = spec.transposed and len(our_shape) == 2
+    if pattern is not None and "{i}" not in pattern:  # a vector with numbers of each layer
+        row = int(layer)
+        return TensorLayout(pattern, (spec.n_layers, *our_shape), ((row, row + 1),))
     if pattern is not None:
         return TensorLayout(
             pattern.replace("{i}", layer),
@@ -83,8 +86,13 @@ def find_layout(
     for fused, members in FUSED.items():
         pattern = spec.tensors.get(f"layers.{{i}}.{fused}.{kind}")
         if whole in members and pattern is not None:
-            sizes = [shapes[f"layers.{layer}.{m}.weight"][0] for m in members]
-            rows = _fused_rows(spec, fused, members.index(whole), sizes)
+            copies = [_key_copies(spec, fused, m) for m in members]
+            sizes = [
+                shapes[f"layers.{layer}.{m}.weight"][0] // n
+                for m, n in zip(members, copies, strict=True)
+            ]
+            part = members.index(whole)
+            rows = _fused_rows(spec, fused, part, sizes) * copies[part]
             shape = (sum(sizes), *our_shape[1:])
             shape = shape[::-1] if transposed else shape
             return TensorLayout(pattern.replace("{i}", layer), shape, rows, transposed)
@@ -109,6 +117,14 @@ def _fused_rows(spec: Architecture, fused: str, part: int, sizes: list[int]) -> 
     each = [size // G for size in sizes]
     starts = [g * sum(each) + sum(each[:part]) for g in range(G)]
     return tuple((start, start + each[part]) for start in starts)
+
+
+def _key_copies(spec: Architecture, fused: str, member: str) -> int:
+    """Return how often the stored rows of a member of a fused matrix come in ours."""
+    of_keys = member in ("delta.q", "delta.k", "delta.q_conv", "delta.k_conv")
+    if spec.delta is None or not of_keys or fused not in ("delta.qkv", "delta.conv"):
+        return 1
+    return spec.delta.key_copies
 
 
 def _fused_groups(spec: Architecture, fused: str) -> int:

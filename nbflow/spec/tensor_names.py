@@ -16,6 +16,8 @@ SSM = (*(f"ssm.{name}" for name in ("z", "x", "b", "c", "dt", "out")), *_SSM_CON
 SSM_VECTORS = ("ssm.a_log", "ssm.dt_bias", "ssm.d")
 """Logarithm of the decay rates, what is added to the time steps, weight of the skip connection."""
 XIELU = tuple(f"ffn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
+STACKED_NUMBERS = frozenset(f"layers.{{i}}.{name}.weight" for name in XIELU)
+"""Numbers of each layer, which a checkpoint may store as one vector."""
 """Numbers of a layer's xIELU."""
 DELTA_RANKS = ("delta.a_low", "delta.z_low")
 """Compressed decays and output gates."""

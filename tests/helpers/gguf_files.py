@@ -29,7 +29,7 @@ PERMUTED = (
 """Architectures whose rotary pairs the converter makes neighbours."""
 
 
-_LIKE_DEEPSEEK = ("dots1", "glm4_moe", "bailing", "mimo_v2")
+_LIKE_DEEPSEEK = ("dots1", "glm4_moe", "bailing", "mimo_v2", "kimi_linear")
 """Families with the metadata of DeepSeek V3's experts."""
 
 
@@ -47,6 +47,12 @@ def write_gguf(
     names = families_by_arch()[arch].tensors
     with open_weights(source) as file:
         tensors = {ours: read_operand(spec, file, Operand(ours)) for ours in spec.tensor_shapes()}
+    if arch in ("qwen35", "qwen35moe"):
+        tensors = _in_turn(spec, tensors)
+    if arch == "kimi-linear":
+        tensors = {name: _of_kimi(name, array) for name, array in tensors.items()}
+    if spec.activation == "xielu":
+        _add_xielu(writer, spec, tensors)
     for name, array in {**_gguf_tensors(spec, arch, tensors, names), **(more or {})}.items():
         if not name.endswith(without):
             writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
@@ -144,8 +150,12 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
             writer.add_key_length_swa(spec.local_heads.key_dim)
             writer.add_value_length_swa(spec.local_heads.value_dim)
         writer.add_rope_freq_base_swa(spec.local_rope.theta)
+    if spec.delta is not None:
+        _add_delta_rule(writer, spec)
     if spec.family == "gemma4":
         _add_of_gemma4(writer, spec)
+    if spec.family == "gemma3n":
+        _add_of_gemma3n(writer, spec)
     if spec.window is not None:
         writer.add_sliding_window(spec.window)
     if spec.logits_soft_cap is not None:
@@ -174,7 +184,7 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
         writer.add_expert_used_count(spec.moe.top_k)
         if spec.moe.expert_size != spec.intermediate_size:
             writer.add_expert_feed_forward_length(spec.moe.expert_size)
-        if spec.family == "qwen2_moe":
+        if spec.family in ("qwen2_moe", "qwen3_5_moe", "qwen3_next"):
             writer.add_expert_shared_feed_forward_length(spec.moe.shared_size)
         if spec.family.startswith(("deepseek", "ernie4_5", *_LIKE_DEEPSEEK)):
             writer.add_expert_shared_count(spec.moe.shared_size // spec.moe.expert_size)
@@ -186,6 +196,90 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
             writer.add_expert_gating_func(gating)
             writer.add_expert_group_count(spec.moe.groups)
             writer.add_expert_group_used_count(spec.moe.groups_used)
+
+
+def _add_xielu(writer: gguf.GGUFWriter, spec: ModelSpec, tensors: dict[str, np.ndarray]) -> None:
+    """Write the numbers of xIELU, which are metadata."""
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        parts = [tensors.pop(f"layers.{i}.ffn.{name}.weight") for i in range(spec.n_layers)]
+        getattr(writer, f"add_xielu_{name}")([float(part.item()) for part in parts])
+
+
+def _add_delta_rule(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+    delta = spec.delta
+    writer.add_ssm_conv_kernel(spec.conv_kernel)
+    if delta.decay == "channel":
+        writer.add_kda_head_dim(delta.key_dim)
+        kinds = [spec.kind_of(i).mixer for i in range(spec.n_layers)]
+        writer.kv_data[-1].pop("kimi-linear.attention.head_count_kv")
+        writer.add_head_count_kv([int("attention" in kind) for kind in kinds])
+        return
+    writer.add_ssm_state_size(delta.key_dim)
+    writer.add_ssm_group_count(delta.key_heads)
+    writer.add_ssm_time_step_rank(delta.value_heads)
+    writer.add_ssm_inner_size(delta.value_heads * delta.value_dim)
+    writer.add_full_attention_interval(_first_attention(spec) + 1)
+    pairs = spec.rope.dim // 2  # in turn of three sections
+    writer.add_rope_dimension_sections([*(len(range(j, pairs, 3)) for j in range(3)), 0])
+
+
+def _of_kimi(name: str, array: np.ndarray) -> np.ndarray:
+    """Return negative rates, and the four dimensions of convolutions."""
+    if name.endswith("a_log.weight"):
+        return -np.exp(array.astype(np.float64)).astype(np.float32)
+    return array.reshape(1, len(array), 1, -1) if "_conv." in name else array
+
+
+def _first_attention(spec: ModelSpec) -> int:
+    return next(i for i in range(spec.n_layers) if "attention" in spec.kind_of(i).mixer)
+
+
+def _in_turn(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the tensors with value heads 0 of all key heads first, then the heads 1, ...
+
+    The rates are negative, norms whole, and queries and gates by head as they were.
+    """
+    delta, done = spec.delta, {}
+    for ours, array in tensors.items():
+        role = ours.split(".", 2)[-1].removesuffix(".weight")
+        if role in ("delta.v", "delta.z", "delta.v_conv", "delta.b", "delta.a") or (
+            role in ("delta.a_log", "delta.dt_bias")
+        ):
+            array = _turned(array, delta.key_heads, delta.group)
+        if role == "delta.out":
+            array = _turned(array.T, delta.key_heads, delta.group).T
+        if role == "delta.a_log":
+            array = -np.exp(array.astype(np.float64)).astype(np.float32)
+        if ours.endswith("norm.weight") and role != "delta.norm":
+            array = array + np.float32(1)
+        done[ours] = array
+    for i in range(spec.n_layers):
+        for whole, members in (("qkv", ("q", "k", "v")), ("conv", ("q_conv", "k_conv", "v_conv"))):
+            parts = [done.pop(f"layers.{i}.delta.{m}.weight", None) for m in members]
+            if parts[0] is not None:
+                done[f"layers.{i}.delta.{whole}.weight"] = np.concatenate(parts)
+        if f"layers.{i}.attn.gate.weight" in done:
+            q, gate = (done.pop(f"layers.{i}.attn.{m}.weight") for m in ("q", "gate"))
+            by_head = (a.reshape(spec.n_heads, -1, a.shape[1]) for a in (q, gate))
+            both = np.concatenate(list(by_head), axis=1).reshape(-1, q.shape[1])
+            done[f"layers.{i}.attn.q_gate.weight"] = both
+    return done
+
+
+def _turned(array: np.ndarray, n_keys: int, group: int) -> np.ndarray:
+    by_head = array.reshape(n_keys, group, -1, *array.shape[1:])
+    return by_head.swapaxes(0, 1).reshape(array.shape)
+
+
+def _add_of_gemma3n(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+    """Write the metadata of streams, sparse layers and shared caches."""
+    writer.add_altup_active_idx(spec.active_stream)
+    writer.add_altup_num_inputs(spec.streams)
+    writer.add_shared_kv_layers(spec.kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(spec.layer_embed_size)
+    writer.add_activation_sparsity_scale([spec.cut_of(i) for i in range(spec.n_layers)])
+    writer.add_sliding_window_pattern([i not in spec.full_layers for i in range(spec.n_layers)])
+    writer.add_rope_freq_base_swa(spec.local_rope.theta)
 
 
 def _add_of_gemma4(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
@@ -243,13 +337,17 @@ def _gguf_tensors(spec, arch, tensors, names):
                 continue
         else:
             layer, inner = "", ours
+            of_stream = re.sub(r"^(streams\.\w+)\.\d+\.", r"\1.{j}.", ours)
+            if of_stream != ours:
+                done.setdefault(names[of_stream][0], []).append(array)
+                continue
         if arch in PERMUTED and inner.startswith(("attn.q.", "attn.k.")):
             array = _neighbours(array, spec.head_dim)
         if spec.normalize_head and ours == "head.weight":
             array = array / np.sqrt(np.square(array.astype(np.float64)).sum(1))[:, None]
         if arch == "bert" and ours.split(".")[0] in ("transform", "transform_norm", "head"):
             continue  # files of encoders have no head
-        has_offset = arch.startswith(("gemma", "nemotron")) and arch != "gemma4"
+        has_offset = arch.startswith(("gemma", "nemotron")) and spec.norm_offset
         if has_offset and inner.endswith("norm.weight"):
             array = array + np.float32(1)
         if inner.startswith("shared_gate"):

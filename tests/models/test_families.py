@@ -82,12 +82,9 @@ def test_keys_and_values_in_formats_of_their_own(name):
 
 
 STORED_OTHERWISE = ("gpt_oss_floats", "gpt_oss_limit", "llama_fp8")  # other files of such models
-ONE_GROUP = ("granite4_dense",)  # ranks of a stage cannot share its norm
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in NAMES if n not in (*PAIRS, *STORED_OTHERWISE, *ONE_GROUP)]
-)
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in (*PAIRS, *STORED_OTHERWISE)])
 @pytest.mark.parametrize("partition", ["0&1", "0;1"])
 def test_partitions(name, partition):
     ids, logits, _ = golden(name)

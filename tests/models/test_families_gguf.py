@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 from gguf_files import families_by_arch, write_gguf, write_t5
+from safetensors.numpy import load_file, save_file
 from small_models import write_checkpoint
 
 import nbflow
 import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
 from nbflow.checkpoint.readers.gguf import read_metadata
-from nbflow.spec import resolve
+from nbflow.conversion import quantize_checkpoint
+from nbflow.planner.memory_plan import plan_memory
+from nbflow.spec import check, resolve
+from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
 MODELS = {
@@ -33,6 +38,8 @@ MODELS = {
     "dots1": "dots1", "exaone4": "exaone4", "mistral3": "ministral3", "qwen2vl": "qwen2_5_vl",
     "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "glm4moe": "glm4_moe",
     "bailingmoe2": "bailing_moe_v2", "mimo2": "mimo_v2_flash", "gemma4": "gemma4",
+    "apertus": "apertus", "gemma3n": "gemma3n", "qwen35": "qwen3_5",
+    "qwen35moe": "qwen3_5_moe", "kimi-linear": "kimi_linear",
 }  # fmt: skip
 """Architecture -> golden model."""
 OTHERS = {"bert", "t5"}
@@ -46,6 +53,8 @@ NOT_IN_GGUF = {
     "dots1": 'window = 9\nlayer_types = ["full_attention", "full_attention", "sliding_attention"]',
     "exaone4": "full_layer_every = 3",
     "starcoder2": "window = 9",
+    "kimi-linear": "linear_key_heads = 2\nlinear_value_heads = 2",
+    "gemma3n": "laurel_rank = 6\nlayer_embed_vocab_size = 90",
     "gemma2": f"sm_scale = {24**-0.5}",
     "gemma3": f"sm_scale = {24**-0.5}\nfull_layer_every = 2",
 }
@@ -68,6 +77,10 @@ OTHER_MODELS = {"command-r": "cohere_plus", "stablelm": "stablelm2_12b", "olmo2"
 def test_model_from_a_gguf_file(arch, name, tmp_path):
     source, path, spec_file = FOLDER / name, tmp_path / "model.gguf", None
     more = {"rope_freqs.weight": np.repeat([1.0, 1e30], [2, 6])} if arch == "gemma4" else None
+    if arch == "apertus":
+        rope = resolve(source).spec.rope
+        plain = rope.theta ** (-np.arange(0, rope.dim, 2) / rope.dim)
+        more = {"rope_freqs.weight": plain / rope.scaling.frequencies(rope.dim, rope.theta, 64)[0]}
     write_gguf(source, arch, path, more)
     if arch in NOT_IN_GGUF:
         spec_file = tmp_path / "model.toml"
@@ -87,7 +100,9 @@ def known_names(arch, spec):
     kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     bases = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind]}
     written = {base.replace("{bid}", str(i)) for base in bases for i in range(spec.n_layers)}
-    return {f"{name}.{end}" for name in written for end in ("weight", "bias", "scale")}
+    numbers = {"xielu.alpha_p", "xielu.alpha_n", "xielu.beta", "xielu.eps"}  # metadata
+    numbers |= {name for name in written if name.endswith(".ssm_a")}
+    return numbers | {f"{name}.{end}" for name in written for end in ("weight", "bias", "scale")}
 
 
 def test_bert(tmp_path):
@@ -144,6 +159,71 @@ def test_divisors_of_llama31(tmp_path):
     with nbflow.load(path, kv="f32", threads=1) as model:
         # the divisors are stored as float32: 6e-8 of an angle of at most 40
         assert np.abs(model.logits(ids) - logits).max() < 1e-5 * np.abs(logits).max()
+
+
+@pytest.mark.parametrize("partition", ["0", "0&1", "0;1"])
+def test_value_heads_in_turn(partition, tmp_path):
+    """Two value heads to a key head: Qwen 3 Next computes what Qwen 3.5 with experts does."""
+    source, path = FOLDER / "qwen3_next", tmp_path / "model.gguf"
+    write_gguf(source, "qwen35moe", path)
+    (tmp_path / "own.toml").write_text(
+        'family = "qwen35moe_gguf"\n[override]\ndense_layers = [1]\n'
+    )
+    options = {"kv": "f32", "partition": partition, "spec": tmp_path / "own.toml"}
+    with np.load(source / "golden.npz") as file:
+        ids, logits = file["ids"], file["logits"]
+    plan = plan_memory(path, max_sequences=2, max_step_tokens=64, **options)
+    with nbflow.load(path, threads=1, max_step_tokens=64, **options) as model:
+        assert model.spec.delta.key_heads == model.spec.delta.value_heads == 4
+        assert np.abs(model.logits(ids) - logits).max() < 2e-6 * np.abs(logits).max()
+        for found, planned in zip(model.memory(), plan.ranks, strict=True):
+            assert found["weight_bytes"] == planned.weight_bytes
+
+
+def test_copies_of_key_heads_must_fit(tmp_path):
+    write_gguf(FOLDER / "qwen3_5", "qwen35", tmp_path / "model.gguf")
+    (tmp_path / "own.toml").write_text(
+        'family = "qwen35_gguf"\n[override]\nlinear_key_copies = 3\n'
+    )
+    with pytest.raises(UsageError, match="linear_key_copies must divide linear_key_heads"):
+        resolve(tmp_path / "model.gguf", spec=tmp_path / "own.toml")
+
+
+@pytest.mark.parametrize("arch", ["gemma3n", "gemma4"])
+def test_matrices_of_keys_that_shared_layers_do_not_use(arch, tmp_path):
+    """Released checkpoints have them, and so have their GGUF files."""
+    source = FOLDER / arch
+    layer = resolve(source).spec.n_layers - 1
+    unused = {
+        f"blk.{layer}.attn_{part}.weight": np.ones((16, 32))[: 8 if "norm" in part else None]
+        for part in ("k", "v", "k_norm")
+    }
+    write_gguf(source, arch, tmp_path / "model.gguf", unused)
+    (tmp_path / "own.toml").write_text(
+        f'family = "{arch}_gguf"\n[override]\n{NOT_IN_GGUF.get(arch, "")}\n'
+    )
+    with open_weights(tmp_path / "model.gguf") as file:
+        check(resolve(tmp_path / "model.gguf", spec=tmp_path / "own.toml").spec, file)
+    tensors = load_file(source / "model.safetensors")
+    for part in ("k_proj", "v_proj", "k_norm"):
+        tensors[f"model.layers.{layer}.self_attn.{part}.weight"] = np.ones((16, 32), np.float32)
+    shutil.copy(source / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with open_weights(tmp_path / "model.safetensors") as file:
+        check(resolve(tmp_path / "model.safetensors").spec, file)
+
+
+def test_numbers_in_the_metadata_stay_there(tmp_path):
+    """A converted file has those of xIELU once, as llama.cpp expects it."""
+    write_gguf(FOLDER / "apertus", "apertus", tmp_path / "a.gguf")
+    quantize_checkpoint(tmp_path / "a.gguf", tmp_path / "b.gguf", "f16")
+    found = [gguf.GGUFReader(tmp_path / name) for name in ("a.gguf", "b.gguf")]
+    names = [[tensor.name for tensor in reader.tensors] for reader in found]
+    assert names[0] == names[1]
+    assert [reader.fields["xielu.beta"].contents() for reader in found] == [[0.5] * 2] * 2
+    with open_weights(tmp_path / "b.gguf") as file:
+        assert file.array("xielu.beta").tolist() == [0.5] * 2
+        assert file.dtype("xielu.eps") == "f32"
 
 
 def test_latent_attention_with_one_matrix_for_keys_and_values(tmp_path):

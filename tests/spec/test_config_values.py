@@ -327,6 +327,15 @@ def test_widths_of_layers_as_transformers_saves_them() -> None:
         assert local is None or (local.n_kv_heads, local.key_dim) == (2, 8)
 
 
+def test_the_last_layer_of_gemma_4_sees_all_tokens() -> None:
+    """Its code says so, whatever layer_types does, and in layers of the default pattern, too."""
+    types = ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"]
+    spec = spec_of("gemma4", {"layer_types": [*types, "sliding_attention"]})
+    assert spec.as_dict() == spec_of("gemma4", {}).as_dict()
+    changes = {"layer_types": ABSENT, "per_layer_config": ABSENT, "num_hidden_layers": 8}
+    assert spec_of("gemma4", changes).full_layers == {5, 7}
+
+
 def test_layers_are_counted_where_their_number_is_not_stated() -> None:
     kinds = ["linear_attention", "mlp", "full_attention", "mlp"]
     absent = dict.fromkeys(("num_hidden_layers", "hybrid_override_pattern"), ABSENT)

@@ -75,6 +75,9 @@ _MAX_TABLES = 16  # nested by dots in a key; the rest stays one name
 _MAX_VALUES = 1 << 22  # of all arrays: several times the largest vocabulary
 _MAX_ENTRIES = 1 << 20
 _MAX_NAME_BYTES = (1 << 16) - 1  # bound for keys in the specification
+_AS_TENSORS = ("xielu.",)
+"""Beginnings of keys whose arrays of float32 are weights: a number of each layer."""
+_FLOAT32 = 6
 _PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 
@@ -231,6 +234,7 @@ class _Header:
         self._check_count("metadata entries", n_entries, least + 5)
         self.metadata: dict[str, Any] = {}
         self.kinds: dict[str, tuple[int, ...]] = {}
+        self._arrays: list[TensorEntry] = []
         for i in range(n_entries):
             self._read_entry(i)
         records = [self._read_record(i) for i in range(n_tensors)]
@@ -240,6 +244,8 @@ class _Header:
                 f"{file.path}: general.alignment must be 1..{1 << 20}, got {alignment!r:.40}"
             )
         self.entries = _entries(file, records, self._cursor.position, alignment, self._cursor.order)
+        taken = {entry.name for entry in self.entries}
+        self.entries += (array for array in self._arrays if array.name not in taken)
 
     def of(self, file: ByteFile) -> _Header:
         """Return this header for the same file, opened again."""
@@ -283,7 +289,11 @@ class _Header:
             here = self._cursor.position
             self.kinds[key] = (kind, self._number("I", what))
             self._cursor.position = here
-        self.metadata[key] = self._value(kind, what)
+        self.metadata[key] = value = self._value(kind, what)
+        if key.startswith(_AS_TENSORS) and self.kinds[key] == (ARRAY, _FLOAT32):
+            at, order = self._cursor.position - 4 * len(value), self._cursor.order
+            shape = (len(value),)
+            self._arrays.append(TensorEntry(key, "f32", shape, self.file, at, None, order))
 
     def _value(self, kind: int, what: str, depth: int = 0) -> Any:
         """Return the next value of a metadata type."""
