@@ -228,8 +228,8 @@ def test_memory_of_the_states(model):
 
 
 def test_groups_that_ranks_cannot_share():
-    with pytest.raises(UsageError, match=r"have 1 groups of 64 columns, .* more stages"):
-        nbflow.load(FOLDER / "granite4_dense", partition="0&1")
+    with pytest.raises(UsageError, match=r"have 2 groups of 40 columns, .* more stages"):
+        nbflow.load(FOLDER / "qwen3_next", partition="0&1&2")
 
 
 def test_halves_of_overlapped_steps_continue_from_each_other(monkeypatch):
