@@ -101,12 +101,12 @@ def test_kernels_of_a_step_and_its_logits(name: str, cupy: Any) -> None:
         assert bound.graphs.n_graphs == 1
 
 
-@pytest.mark.parametrize("name", ["llama31", "olmoe"])
-def test_a_step_on_a_device_with_less_shared_memory_and_more_multiprocessors(
-    name: str, cupy: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "shared_kb"), [("llama31", 99), ("olmoe", 99), ("llama31", 163)])
+def test_a_step_on_a_device_with_other_shared_memory_and_more_multiprocessors(
+    name: str, shared_kb: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """99 KB as on sm_86 and sm_89, whose kernels would have to be compiled, and 128 as there."""
-    monkeypatch.setitem(SHARED_KB, "sm_80", 99)
+    monkeypatch.setitem(SHARED_KB, "sm_80", shared_kb)
     cupy.reset(n_sms=128)
     wanted = expected(name, [[3]], [[7]])[0]
     outside, of_a_layer = STEPS[name]
