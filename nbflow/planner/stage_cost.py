@@ -66,10 +66,10 @@ class OpWork:
     quantized: float = 0.0
     """Activations that it quantizes, if the arithmetic is int8."""
     sides: tuple[tuple[str, float, int], ...] = ()
-    """Of attention and `append_kv`, keys and values: cache format, rows read or written (a row is a
+    """Keys and values of attention and `append_kv`: cache format, rows read or written (a row is a
     token of a head), and elements of a row."""
     items: float = 0.0
-    """Of attention: sequences times KV heads."""
+    """Sequences times KV heads, for attention."""
 
 
 class RankWork:

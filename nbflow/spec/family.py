@@ -82,7 +82,7 @@ class ConfigRule:
     largest: bool = False
     """Of a key with a number for each layer, the largest counts."""
     count: bool = False
-    """Of a key with an entry or letter for each layer, their number counts; for n_layers."""
+    """Number of layers: the length of a key that has an entry or letter for each layer."""
     kinds: tuple[str, ...] = ()
     """Kinds of layers for layer_types, where a key holds numbers of layers, or n for every n-th
     layer: the kind of these, then the kind of the others."""

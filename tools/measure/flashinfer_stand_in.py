@@ -94,7 +94,7 @@ class _Nothing:
 
 class _CudaGraph:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise NoCounterpart("torch.cuda.CUDAGraph: there is no device")
+        raise NoCounterpart("torch.cuda.CUDAGraph needs a CUDA device")
 
 
 class _Generator(torch.Generator):
@@ -288,7 +288,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "flashinfer.moe_ep": {"available_backends": _constant([])},
     "flashinfer.fp4_quantization": {"e2m1_and_ufp8sf_scale_to_float": _decode_nvfp4},
 }
-"""Names of modules that are no ops: facts about the device, types, and helpers of tests."""
+"""Modules without ops: facts about the device, types, and helpers of tests."""
 FROM_CHECKOUT = {
     "jit.attention.variants": "jit.attention.variants",
     "quantization.nvfp4_quantization_utils": "quantization.nvfp4_quantization_utils",

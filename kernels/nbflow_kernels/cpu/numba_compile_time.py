@@ -62,7 +62,7 @@ def find_implementations_once() -> None:
 
 
 def skip_logs_and_events() -> None:
-    """Write no log of each statement, and announce no events to nobody."""
+    """Skip the log of each statement, and events that nothing listens to."""
     ssa._run_ssa_block_pass = _rewrite_statements
     event.start_event = _start_event
     event.end_event = _end_event

@@ -56,7 +56,7 @@ def places(cores: frozenset[int], root: Path = Path("/sys")) -> dict[int, Place]
 
 
 def _read_list(file: Path) -> list[int]:
-    """Return the numbers of a list such as ``0-3,8``; none if there is no such file."""
+    """Return the numbers of a list such as ``0-3,8``; an empty list if the file is missing."""
     try:
         text = file.read_text()
     except (OSError, ValueError):

@@ -24,7 +24,7 @@ def append(
 ) -> None:
     """Encode rows (n, G, D) into slots of a cache of codes and one of scales.
 
-    `rows` are request, position, page numbers and offsets if there are no `slots`.
+    Without `slots`, `rows` has request, position, page numbers and offsets.
     """
     n, G, D = x.shape
     page_size = codes.shape[1 if kv_layout == "NHD" else 2]
