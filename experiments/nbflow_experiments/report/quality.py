@@ -19,8 +19,8 @@ from nbflow_experiments.report.data import Results
 from nbflow_experiments.report.serving import spread
 
 _PANELS = (
-    ("kld_mean_nats", "KL divergence to f32 (nat/token)", True),
-    ("nll_difference_mean_nats", "loss of text minus f32's (nat/token)", False),
+    ("kld_mean_nats", "KL divergence to f32\n(nat/token)", True),
+    ("nll_difference_mean_nats", "loss of text minus f32's\n(nat/token)", False),
     ("perplexity", "perplexity", False),
     ("weight_error_relative", "relative weight error", True),
 )
