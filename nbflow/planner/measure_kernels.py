@@ -79,7 +79,7 @@ class Ranks:
 
 
 def _repeated(measure: Callable[[], float], repeats: int) -> float:
-    """Return the lower quartile of repetitions, fewer ones of what takes long."""
+    """Return the lower quartile of repetitions; slow calls are repeated less often."""
     found: list[float] = []
     end = time.perf_counter() + BUDGET_S
     while len(found) < repeats and (len(found) < FEW_REPEATS or time.perf_counter() < end):

@@ -1,7 +1,7 @@
 """Describe this machine by measuring it: its ranks are those that mpirun started, or threads.
 
 All ranks work at the same time, as they do when they run a model, so that what they share (memory,
-caches, cores) is in the numbers.  Timed several times is:
+caches, cores) is in the numbers.  Timed several times:
 
 - reading memory, all ranks at once and each alone, and repeated reads of less than that, which tell
   what the caches keep (`nbflow_kernels.benchmarks.roofline`);

@@ -484,7 +484,7 @@ def _sparsity(spec: ModelSpec, i: int, gate: str, size: int) -> list[Op]:
 
 
 def _experts_beside_dense(spec: ModelSpec, i: int, source: str) -> list[Op]:
-    """Return a dense network and experts, each with norms of its own; it writes o."""
+    """Return a dense network and experts, each with its own norms; their sum is written to o."""
     attrs = {"norm": "rms", "eps": spec.norm_eps}
 
     def normed(name: str, source: str, out: str) -> Op:
