@@ -1,9 +1,9 @@
 """Predict speed and memory of a partition on a machine.
 
 A step of one pipeline stage takes the time of its ops (measured, else the roofline's), of the
-communication among its ranks, and of its host code.  Batches are divided into micro-batches and long prompts into chunks, so that all
-stages are busy.  With stage times t_s, time d of the messages between stages and m micro-batches, a
-decode step takes
+communication among its ranks, and of its host code.  Batches are divided into micro-batches and
+long prompts into chunks, so that all stages are busy.  With stage times t_s, time d of the messages
+between stages and m micro-batches, a decode step takes
 
     max(sum(t_s) + d, m * max(t_s)),
 
