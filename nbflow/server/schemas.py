@@ -175,7 +175,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """Constraint of the output, as in vLLM: one of these."""
+    """Constraint of the output, as in vLLM: exactly one field is set."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool = False
