@@ -86,7 +86,8 @@ def qk_scores(like, M, q, row_bytes, table, state, s, scratch, ahead, n_prefetch
         records = state + STATE_BYTES * m
         if m + 4 > M:
             first, last = read_i64(records + FIRST), read_i64(records + LAST)
-            for j in range(first // 16 * 16, last, 16):
+            begin = first // 16 * 16 if first < last else last  # an empty range may lie behind
+            for j in range(begin, last, 16):
                 keys, next_keys, count = table + 8 * j, ahead + 8 * j, min(last - j, 16)
                 qk_1x16(like, q_m, row_bytes, keys, count, scratch, scores + 4 * j, next_keys, n)
             m += 1
@@ -105,7 +106,7 @@ def visible_to_any(records):
     for i in range(1, 4):
         first = min(first, read_i64(records + STATE_BYTES * i + FIRST))
         last = max(last, read_i64(records + STATE_BYTES * i + LAST))
-    return first, last
+    return first, min(last, CHUNK)  # an empty range may lie behind the chunk
 
 
 @jit.device_function
