@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
+
 from nbflow.utils.rank_status import hang_seconds
 from nbflow_kernels.cpu import atomics, interpreter, jit, simd
 from nbflow_kernels.cpu.graph import GraphNode

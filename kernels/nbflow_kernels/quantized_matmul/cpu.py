@@ -131,7 +131,7 @@ def int8_kernel(form: CpuLayout, n_rows: int) -> Any:
         return cpu_gemm_int8.gemm(form)
     if n_rows == 1:
         return cpu_gemv_int8.gemv(form, 1)
-    # sums of 8 rows, twice where a scale has 16 columns, exceed the registers: 1.2 to 1.9 times slower
+    # 8 rows with two sums for each piece exceed the registers: 1.2 to 1.9 times slower
     fours = form.sub_block == 16 or n_rows <= 4 or 8 < n_rows <= 12
     return cpu_gemv_int8.gemv(form, 4 if fours else 8)
 
