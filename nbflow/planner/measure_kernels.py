@@ -190,7 +190,7 @@ def cache_curve(ranks: Ranks, format: str, most_bytes: int) -> tuple[CacheCurve,
     span = max(slowest - fastest, 1e-3 * fastest)
     shares = [min(1.0, max(0.0, (slowest - t) / span)) for t in byte_s]
     # sizes up to the fastest are in the caches, too: short passes only take longer to begin
-    first = byte_s.index(fastest)
+    first = byte_s.index(fastest) + 1
     shares[:first] = [1.0] * first
     falling = np.minimum.accumulate(shares).tolist()
     return CacheCurve(tuple(n * one_bytes for n in counts), tuple(falling)), 1.0 / fastest

@@ -6,17 +6,19 @@
     python tools/measure/joint_plan.py MODEL FOLDER --what table
     python tools/measure/joint_plan.py MODEL FOLDER --what all     --points 105 --seconds 340
 
-``all`` measures the machine, speeds and choices, and writes the table; ``kld`` and its losses do not
-depend on the load of a machine and may be measured before.  A point is a random format for each matrix (around a random middle), cache formats, and for speed
+``all`` measures the machine, speeds and choices, and writes the table; ``kld`` and its losses do
+not depend on the load of a machine and may be measured before.
+
+A point is a random format for each matrix (around a random middle), cache formats, and for speed
 a partition of two ranks (threads), a batch and a length of the prompts: one choice of formats and
-partition is loaded for all batches.  ``kld`` measures the divergence on the second half
-of the model's eval.txt; the losses (FOLDER/losses.json) were measured on the first half.  ``speed``
-measures tokens per second (quiet machines only; FOLDER/machine.toml is measured at first, and again
-if its measurement has another version; rows of another one are left out).
-``choices`` measures the plans for several limits, which ``table`` (FOLDER/README.md) compares with
-the points: the regret is the speed that the best measured point within the limit has above the
-plan's.  ``--seed`` begins at other random choices, so that a change of the
-predictions can be tested on points that it was not made with.
+partition is loaded for all batches.  ``--seed`` begins at other random choices, so that a change of
+the predictions can be tested on points that it was not made with.  ``kld`` measures the divergence
+on the second half of the model's eval.txt; the losses (FOLDER/losses.json) were measured on the
+first half.  ``speed`` measures tokens per second (quiet machines only; FOLDER/machine.toml is
+measured at first, and again if its measurement has another version; rows of another one are left
+out).  ``choices`` measures the plans for several limits; ``table`` (FOLDER/README.md) compares them
+with the points: the regret is the speed that the best measured point within the limit has above the
+plan's.
 
 Rows are appended to FOLDER/rows.jsonl; a run goes on with the next point.  MODEL may be
 ``random``: 90 million random weights with the tokenizer of tiny_python, made in a temporary folder,
