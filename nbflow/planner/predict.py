@@ -237,7 +237,8 @@ class _Pipeline:
     def prefill(self, workload: Workload) -> tuple[float, StepShape]:
         """Return the time of the prefill, and its largest step."""
         budget = self._config.max_step_tokens
-        together = max(1, min(workload.batch, budget // workload.prompt))
+        share = -(-workload.batch // len(self.stages))  # of a stage, as in `Pipeline`
+        together = max(1, min(share, budget // workload.prompt))
         n_new = min(workload.prompt, budget)
         ends = [*range(n_new, workload.prompt, n_new), workload.prompt]
         steps = [
