@@ -112,6 +112,11 @@ class SharedSums:
         """Return the bytes that a rank has sent, those to several ranks several times."""
         return int(self._cells[_RANKS + LINE * rank + _SENT])
 
+    @property
+    def has_failed(self) -> bool:
+        """True after `fail`, and after a rank has waited too long, until `clear`."""
+        return bool(self._cells[_FAILED])
+
     def fail(self) -> None:
         """End every wait, now and later."""
         self._cells[_FAILED] = 1
