@@ -5,8 +5,8 @@ that wake up wait for the interpreter's lock.  As a call of the step's graph it 
 spins.  The sums are those of `Comm.Allreduce` to the bit: in rank order.
 
 A rank copies its numbers to its *staging* memory, publishes the address, counts itself as arrived,
-waits for the others, and adds what all have published.  Two stagings take turns: whoever begins
-exchange k + 2 has seen everybody arrive at k + 1, and nobody still reads those of k.
+waits for the others, and adds what all have published.  Two staging buffers take turns: a rank that
+begins exchange k + 2 has seen all ranks arrive at k + 1, so none still reads the buffers of k.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _DONE, _SENT, _STAGING, _CAPACITY, _PUBLISHED = 0, 1, 2, 3, 4
 """Cells of a rank: exchanges done, bytes sent, its memory and number of floats, two addresses."""
 LINE = 8
 SPINS, FEW_SPINS, YIELDS, SLEEP_US = 20_000, 50, 500, 50
-"""As in `nbflow_kernels.cpu.thread_pool`: polls with a pause, then with a yield, then sleeps."""
+"""Polls of a waiting rank with a pause (few where ranks share cores), then with a yield; then
+microseconds of a sleep.  `nbflow_kernels.cpu.thread_pool` waits alike."""
 LANES = 16
 
 
