@@ -80,7 +80,7 @@ class ConfigRule:
     """Word -> tensor of a layer, ``{i}``: the word of each layer is the first whose tensor the
     checkpoint has; for layer_types, or with `where`."""
     largest: bool = False
-    """Of a key with a number for each layer, the largest counts."""
+    """Take the largest number of a key that has one for each layer."""
     count: bool = False
     """Number of layers: the length of a key that has an entry or letter for each layer."""
     kinds: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ class OnlyRule:
     """Supported values of a key that changes the computation."""
 
     values: tuple[Any, ...] = ()
-    """These, besides null."""
+    """Supported values; null is always supported."""
     when: dict[str, Any] = field(default_factory=dict)
     """Values of other keys without which the key has no effect."""
 

@@ -198,7 +198,7 @@ def _run_job(shared, thread, n_threads):
             break
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def _serve(shared, thread, n_threads):
     """Run jobs until one is for Python or none arrives for a while."""
     mine = shared + 8 * (_THREADS + 8 * thread)
@@ -217,7 +217,7 @@ def _serve(shared, thread, n_threads):
         atomics.exchange(mine, 0)
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def _announce(shared, kind, n_threads):
     """Publish the job; return whether some thread sleeps."""
     # number and kind are one word: a reader cannot mix those of two jobs

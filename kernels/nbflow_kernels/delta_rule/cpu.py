@@ -9,15 +9,17 @@ the Dk rows of the state, a chunk of n tokens that begins with the state S is
     S <- c_n S + sum_s (c_n / c_s k_s) u_s^T
 
 (`c_t k_t` etc. row by row; `loops.chunk`).  This is the WY form, its triangular system solved by
-substitution.
-Keys are decayed token by token (c_t / c_s k_s is the product of c_(t-1) / c_s k_s and a_t), so that
-a quotient of vanishing numbers never occurs.
+substitution.  The ratios c_t / c_s are products of decays, so that a quotient of vanishing numbers
+never occurs: one for each channel multiplies the keys token by token, one for the whole head the
+dot products and the sums (`cpu_chunk`).
 
 Of n tokens, S^T is multiplied with 2 n vectors and S is read and written once: with n = 8
-(`_chunk`) these are products of matrices in register tiles, 3 multiply-adds per number of the
-state and token; with n = 1 (`_step`) they are four operations, and the state is read and written
-for each token.  The `n^2` dot products of L and A are small for n = 8, and the columns of the
-state are independent but for them: threads divide heads and columns, which leaves all bits alone.
+(`cpu_chunk.chunk`) these are products of matrices in register tiles, 3 multiply-adds per number of
+the state and token and one multiplication per chunk, at the processor's rate of multiply-adds
+almost; with n = 1 (`_step`) they are four operations, and the state is read and written for each
+token.  The dot products and the substitution take 20 % of a chunk's time with heads of 128 columns,
+30 % with 64.  The columns of the state are independent but for the dot products: threads divide
+heads and columns, which leaves all bits alone.
 
 A single token works in the caller's state (`direct`).  For more tokens, other formats and ragged
 sizes the columns are copied: strips of 16, the rows of a strip contiguous.  Another format than
@@ -31,28 +33,29 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit, register_tiles, simd
 from nbflow_kernels.cpu.parallel_for import get_num_threads, hold, parallel_for
-from nbflow_kernels.cpu.simd_math import keep_nan
 from nbflow_kernels.cpu.simd_memory import (
     address_of,
     allocate,
-    load_first,
     read_f32,
     read_i32,
     release,
-    store_first,
     write_f32,
 )
 from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
+from nbflow_kernels.delta_rule.cpu_chunk import (
+    CHUNK,
+    WIDE,
+    chunk,
+    copy_row,
+    prepare_chunk,
+    write_decay,
+)
 from nbflow_kernels.delta_rule.cpu_state import copy_from_strips, copy_to_strips
 from nbflow_kernels.state_format import F32, KINDS, Q8_0
 from nbflow_kernels.state_format.cpu import block_offset, load, row_bytes, store, store_blocks
 
-CHUNK = 8
-"""Tokens of the chunked form: with 16, its triangular part costs more than the loads it saves."""
-_EPS = 1e-6  # of the length of queries and keys
-WIDE = register_tiles.has_wide_registers()
 _GROUPS = 4 if WIDE else 2  # strips of a register tile of the step form
-_TOKENS = 16 if WIDE else 4  # vectors, or rows of the state, of a tile of the chunked form
+_SCRATCH_BYTES = 448 * CHUNK + 64  # products, factors, sums and corrections
 _PARTS_PER_THREAD = 4  # heads or parts of heads; more of them are divided more evenly
 
 
@@ -87,131 +90,30 @@ def _ceil_div(a, b):
     return -(-a // b)
 
 
-@jit.device_function(inline="llvm")
-def _load(at, n):
-    """Load 16 numbers, or the first `n` and zeros if `n` is below 16."""
-    return simd.load_f32(at) if n >= 16 else load_first(at, n, 0.0)
-
-
 @jit.device_function
-def _copy_row(at, Dk, factor, normalize, to):
-    """Copy a query or key, times `factor`, divided by its length if wanted; pad it with zeros."""
-    if normalize:
-        squares = simd.splat(0.0)
-        for i in range(0, Dk, 16):
-            x = _load(at + 4 * i, Dk - i)
-            squares = simd.fma(x, x, squares)
-        factor = factor / np.sqrt(simd.sum(squares) + np.float32(_EPS))
-    for i in range(0, Dk, 16):
-        simd.store_f32(to + 4 * i, simd.mul(_load(at + 4 * i, Dk - i), simd.splat(factor)))
-
-
-@jit.device_function
-def _write_decay(g, per_channel, Dk, to):
-    """Write exp(g) for each row of the state."""
-    log = simd.splat(0.0 if per_channel else read_f32(g))
-    decay = keep_nan(simd.exp(log), log)
-    for i in range(0, Dk, 16):
-        if per_channel:
-            log = _load(g + 4 * i, Dk - i)
-            decay = keep_nan(simd.exp(log), log)
-        simd.store_f32(to + 4 * i, decay)
-
-
-@jit.device_function
-def _decay_and_multiply(key, decay, k, q, n_bytes, lower, upper):
-    """Decay an earlier key; write its product with `q`, and minus that with `k`."""
-    with_k = with_q = simd.splat(0.0)
-    for i in range(0, n_bytes, 64):
-        decayed = simd.mul(simd.load_f32(key + i), simd.load_f32(decay + i))
-        simd.store_f32(key + i, decayed)
-        with_k = simd.fma(simd.load_f32(k + i), decayed, with_k)
-        with_q = simd.fma(simd.load_f32(q + i), decayed, with_q)
-    write_f32(lower, -simd.sum(with_k))
-    write_f32(upper, simd.sum(with_q))
-
-
-@jit.device_function
-def _prepare(
-    q, q_bytes, k, k_bytes, g, g_bytes, per_channel, n, Dk, scale, normalize, is_chunk,
-    vectors, keys, decays, query, lower, upper
+def _prepare_steps(
+    q, q_bytes, k, k_bytes, g, g_bytes, per_channel, n, Dk, scale, normalize, keys, vectors, decays,
+    products
 ):  # fmt: skip
-    """Write what the columns of a chunk, or of n steps, share.
+    """Write what the columns of n steps share.
 
-    `vectors`: c_t k_t of all tokens, then c_t q_t; `keys`: c_n / c_t k_t; `decays`: c_n in the
-    first row; `lower`: -L, `upper`: A, both (CHUNK, CHUNK).  Steps are chunks of one token, c_t =
-    a_t in row t of `decays`, with A[t, t].
+    `keys`: k_t; `vectors`: a_t k_t and a_t q_t, neighbours; `decays`: a_t; `products`: q_t . k_t.
     """
     n_bytes = -(-Dk // 16) * 64
-    queries = vectors + (CHUNK if is_chunk else 1) * n_bytes
-    step = n_bytes if is_chunk else 2 * n_bytes  # c_t k_t and c_t q_t of a step are neighbours
     for t in range(n):
-        key = keys + t * n_bytes
-        _copy_row(k + t * k_bytes, Dk, np.float32(1.0), normalize, key)
-        _copy_row(q + t * q_bytes, Dk, scale, normalize, query)
-        decay = decays + n_bytes * (min(t, 1) if is_chunk else t)
-        _write_decay(g + t * g_bytes, per_channel, Dk, decay)
+        key, decay = keys + t * n_bytes, decays + t * n_bytes
+        of_k = vectors + 2 * t * n_bytes
+        query = of_k + n_bytes
+        copy_row(k + t * k_bytes, Dk, np.float32(1.0), normalize, key)
+        copy_row(q + t * q_bytes, Dk, scale, normalize, query)
+        write_decay(g + t * g_bytes, per_channel, Dk, decay)
         with_q = simd.splat(0.0)
         for i in range(0, n_bytes, 64):
-            with_q = simd.fma(simd.load_f32(query + i), simd.load_f32(key + i), with_q)
-        write_f32(upper + 4 * (CHUNK + 1) * t, simd.sum(with_q))
-        if is_chunk and t > 0:
-            for s in range(t):
-                at = 4 * (CHUNK * t + s)
-                _decay_and_multiply(
-                    keys + s * n_bytes, decay, key, query, n_bytes, lower + at, upper + at
-                )
-            for i in range(0, n_bytes, 64):
-                c = simd.mul(simd.load_f32(decays + i), simd.load_f32(decay + i))
-                simd.store_f32(decays + i, c)
-            decay = decays
-        for i in range(0, n_bytes, 64):
-            c = simd.load_f32(decay + i)
-            k_at, q_at = vectors + t * step + i, queries + t * step + i
-            simd.store_f32(k_at, simd.mul(c, simd.load_f32(key + i)))
-            simd.store_f32(q_at, simd.mul(c, simd.load_f32(query + i)))
-
-
-@jit.device_function
-def _solve(sums, n, lower, upper, beta, beta_bytes, v, v_bytes, out, out_bytes, lanes, u):
-    """Write u_t of n tokens to `u` and o_t to `out`, given S^T times c_t k_t, then c_t q_t."""
-    for t in range(n):
-        residual = simd.sub(_load(v + t * v_bytes, lanes), simd.load_f32(sums + 64 * t))
-        o = simd.load_f32(sums + 64 * (n + t))
-        for s in range(t):
-            u_s, at = simd.load_f32(u + 64 * s), 4 * (CHUNK * t + s)
-            residual = simd.fma(simd.splat(read_f32(lower + at)), u_s, residual)
-            o = simd.fma(simd.splat(read_f32(upper + at)), u_s, o)
-        residual = simd.mul(residual, simd.splat(read_f32(beta + t * beta_bytes)))
-        simd.store_f32(u + 64 * t, residual)
-        o = simd.fma(simd.splat(read_f32(upper + 4 * (CHUNK + 1) * t)), residual, o)
-        if lanes >= 16:
-            simd.store_f32(out + t * out_bytes, o)
-        else:
-            store_first(out + t * out_bytes, lanes, o)
-
-
-@jit.device_function
-def _chunk(
-    strip, Dk, vectors, keys, decay, lower, upper, beta, beta_bytes, v, v_bytes, out, out_bytes,
-    lanes, sums, u
-):  # fmt: skip
-    """Compute CHUNK tokens for 16 columns of the state, whose rows are contiguous at `strip`."""
-    n_bytes = -(-Dk // 16) * 64
-    like = np.float32(0.0)
-    for t in range(0, 2 * CHUNK, _TOKENS):
-        tile = register_tiles.zero(1, _TOKENS)
-        x = vectors + t * n_bytes
-        for i in range(Dk):
-            tile = register_tiles.step(tile, like, strip + 64 * i, 0, x + 4 * i, n_bytes)
-        register_tiles.store(sums + 64 * t, tile)
-    _solve(sums, CHUNK, lower, upper, beta, beta_bytes, v, v_bytes, out, out_bytes, lanes, u)
-    for i in range(0, n_bytes // 4, _TOKENS):
-        tile = register_tiles.load(1, _TOKENS, strip + 64 * i)
-        tile = register_tiles.scale(tile, decay + 4 * i, 4)
-        for s in range(CHUNK):
-            tile = register_tiles.step(tile, like, u + 64 * s, 0, keys + s * n_bytes + 4 * i, 4)
-        register_tiles.store(strip + 64 * i, tile)
+            a, x, y = simd.load_f32(decay + i), simd.load_f32(key + i), simd.load_f32(query + i)
+            with_q = simd.fma(y, x, with_q)
+            simd.store_f32(of_k + i, simd.mul(a, x))
+            simd.store_f32(query + i, simd.mul(a, y))
+        write_f32(products + 4 * t, simd.sum(with_q))
 
 
 @jit.device_function
@@ -229,15 +131,12 @@ def _step(
     for j in range(_GROUPS):
         n = lanes - 16 * j
         if n > 0:
-            residual = simd.sub(_load(v + 64 * j, n), simd.load_f32(sums + 64 * j))
+            residual = simd.sub(load_up_to(v + 64 * j, n), simd.load_f32(sums + 64 * j))
             residual = simd.mul(residual, simd.splat(read_f32(beta)))
             simd.store_f32(u + 64 * j, residual)
             o = simd.load_f32(sums + 64 * (_GROUPS + j))
             o = simd.fma(simd.splat(read_f32(upper)), residual, o)
-            if n >= 16:
-                simd.store_f32(out + 64 * j, o)
-            else:
-                store_first(out + 64 * j, n, o)
+            store_up_to(out + 64 * j, n, o)
     for i in range(0, -(-Dk // 4) * 4, 4):
         for j in range(_GROUPS):
             at = strips + j * strip_bytes + i * row_bytes
@@ -290,6 +189,36 @@ def _narrow_step(
             store_blocks(at, row_size, min(16, Dk - i), lanes, strip + 128 * i, narrow)
 
 
+@jit.device_function
+def _steps(
+    S, strip_bytes, strip_row, stored, kind, Dk, Dv, first, width, n, vectors, keys, decays,
+    products, beta, beta_bytes, v, v_bytes, out, out_bytes, sums, u
+):  # fmt: skip
+    """Compute n tokens one after the other for `width` columns from `first` on.
+
+    float32 is at `S` (see `_step`); another state at `stored`, and `S` has room for 32 columns.
+    """
+    n_bytes = -(-Dk // 16) * 64
+    for j in range(0, width, 16 * _GROUPS):
+        lanes = min(16 * _GROUPS, width - j)
+        for i in range(n):
+            pair, key, decay = vectors + 2 * i * n_bytes, keys + i * n_bytes, decays + i * n_bytes
+            with_key, beta_i = products + 4 * i, beta + i * beta_bytes
+            v_i, out_i = v + i * v_bytes + 4 * j, out + i * out_bytes + 4 * j
+            if kind == F32:
+                _step(
+                    S + j // 16 * strip_bytes, strip_bytes, strip_row, Dk, pair, key, decay,
+                    with_key, beta_i, v_i, out_i, lanes, sums, u,
+                )  # fmt: skip
+                continue
+            for c in range(0, lanes, 32):
+                column = first + j + c
+                _narrow_step(
+                    stored, kind, Dk, Dv, column, min(column + 32, first + width), pair, key,
+                    decay, with_key, beta_i, v_i + 4 * c, out_i + 4 * c, S, sums,
+                )  # fmt: skip
+
+
 @jit.kernel
 def _gated_delta_rule(
     q, q_bytes, k, k_bytes, v, v_bytes, g, g_bytes, per_channel, beta, beta_bytes, state, kind,
@@ -299,17 +228,14 @@ def _gated_delta_rule(
     """Compute parts [start, stop) of the columns of heads, for all sequences."""
     n_bytes = -(-Dk // 16) * 64
     n_strips = -(-min(columns, Dv) // (16 * _GROUPS)) * _GROUPS
-    vectors = allocate(
-        (4 * CHUNK + 1) * n_bytes + 8 * CHUNK * CHUNK + 192 * CHUNK + n_strips * 16 * n_bytes
-    )
-    keys = vectors + 2 * CHUNK * n_bytes
-    decays = keys + CHUNK * n_bytes
-    query = decays + CHUNK * n_bytes
-    lower = query + n_bytes
-    upper = lower + 4 * CHUNK * CHUNK
-    sums = upper + 4 * CHUNK * CHUNK
-    u = sums + 128 * CHUNK
-    strips = u + 64 * CHUNK
+    rows = allocate(5 * CHUNK * n_bytes + _SCRATCH_BYTES + n_strips * 16 * n_bytes)
+    vectors = rows + 2 * CHUNK * n_bytes
+    decays = vectors + 2 * CHUNK * n_bytes
+    products = decays + CHUNK * n_bytes
+    factors = products + 64 * CHUNK
+    sums = factors + 64
+    u = sums + 256 * CHUNK
+    strips = u + 128 * CHUNK
     factor = np.float32(scale)
     for part in range(start, stop):
         h, first = part // n_parts, part % n_parts * columns
@@ -334,47 +260,38 @@ def _gated_delta_rule(
                 border = (position + t - begin) % CHUNK
                 is_chunk = chunked and border == 0 and end - t >= CHUNK
                 n = CHUNK if is_chunk else min(end - t, CHUNK - border)
-                _prepare(
-                    q + t * q_bytes + 4 * head * Dk, q_bytes, k + t * k_bytes + 4 * head * Dk,
-                    k_bytes, g + t * g_bytes + 4 * h * (Dk if per_channel else 1), g_bytes,
-                    per_channel, n, Dk, factor, normalize, is_chunk, vectors, keys, decays, query,
-                    lower, upper,
-                )  # fmt: skip
+                q_at, k_at = q + t * q_bytes + 4 * head * Dk, k + t * k_bytes + 4 * head * Dk
+                g_at = g + t * g_bytes + 4 * h * (Dk if per_channel else 1)
                 beta_at = beta + t * beta_bytes + 4 * h
                 v_at = v + t * v_bytes + 4 * (h * Dv + first)
                 out_at = out + t * out_bytes + 4 * (h * Dv + first)
-                if is_chunk and kind != F32:
-                    copy_to_strips(stored, kind, Dk, Dv, first, width, n_strips, strips, sums)
-                for j in range(0, width, 16 if is_chunk else 16 * _GROUPS):
-                    if is_chunk:
-                        _chunk(
-                            S + j // 16 * strip_bytes, Dk, vectors, keys, decays, lower, upper,
-                            beta_at, beta_bytes, v_at + 4 * j, v_bytes, out_at + 4 * j, out_bytes,
-                            width - j, sums, u,
-                        )  # fmt: skip
-                        continue
-                    lanes = min(16 * _GROUPS, width - j)
-                    for i in range(n):
-                        pair, key = vectors + 2 * i * n_bytes, keys + i * n_bytes
-                        decay, with_key = decays + i * n_bytes, upper + 4 * (CHUNK + 1) * i
-                        beta_i, v_i = beta_at + i * beta_bytes, v_at + i * v_bytes + 4 * j
-                        out_i = out_at + i * out_bytes + 4 * j
-                        if kind == F32:
-                            _step(
-                                S + j // 16 * strip_bytes, strip_bytes, strip_row, Dk, pair, key,
-                                decay, with_key, beta_i, v_i, out_i, lanes, sums, u,
-                            )  # fmt: skip
-                            continue
-                        for c in range(0, lanes, 32):
-                            column = first + j + c
-                            _narrow_step(
-                                stored, kind, Dk, Dv, column, min(column + 32, first + width),
-                                pair, key, decay, with_key, beta_i, v_i + 4 * c, out_i + 4 * c,
-                                strips, sums,
-                            )  # fmt: skip
-                if is_chunk and kind != F32:
-                    copy_from_strips(strips, kind, Dk, Dv, first, width, stored, sums)
                 t += n
+                if not is_chunk:
+                    _prepare_steps(
+                        q_at, q_bytes, k_at, k_bytes, g_at, g_bytes, per_channel, n, Dk, factor,
+                        normalize, rows, vectors, decays, products,
+                    )  # fmt: skip
+                    _steps(
+                        S, strip_bytes, strip_row, stored, kind, Dk, Dv, first, width, n, vectors,
+                        rows, decays, products, beta_at, beta_bytes, v_at, v_bytes, out_at,
+                        out_bytes, sums, u,
+                    )  # fmt: skip
+                    continue
+                prepare_chunk(
+                    q_at, q_bytes, k_at, k_bytes, g_at, g_bytes, per_channel, Dk, factor,
+                    normalize, rows, vectors, decays, products, factors,
+                )  # fmt: skip
+                if kind != F32:
+                    copy_to_strips(stored, kind, Dk, Dv, first, width, n_strips, strips, sums)
+                for j in range(0, width, 32):
+                    chunk(
+                        S + j // 16 * strip_bytes, strip_bytes, Dk,
+                        vectors if per_channel else rows, rows, decays, 4 if per_channel else 0,
+                        products, factors, beta_at, beta_bytes, v_at + 4 * j, v_bytes,
+                        out_at + 4 * j, out_bytes, width - j, sums, u,
+                    )  # fmt: skip
+                if kind != F32:
+                    copy_from_strips(strips, kind, Dk, Dv, first, width, stored, sums)
             if kind == F32 and not direct:
                 copy_from_strips(strips, kind, Dk, Dv, first, width, stored, sums)
-    release(vectors)
+    release(rows)

@@ -122,6 +122,8 @@ def test_a_row_has_the_same_bits_in_any_batch():
     chosen = [(1, 1), (2, 4), (4, 4), (5, 8), (8, 8), (9, 4), (12, 4), (13, 8), (32, 8)]
     assert all(cpu.int8_kernel(form, n) is gemv[tile] for n, tile in chosen)
     assert cpu.int8_kernel(form, 33) is cpu_gemm_int8.gemm(form)
+    halves = quantize(np.ones((16, 256), np.float32), "q3_k", quantizer="reference").packed().form
+    assert all(cpu.int8_kernel(halves, n) is cpu_gemv_int8.gemv(halves, 4) for n in (4, 5, 8))
 
 
 # 8-bit codes, pairs of codes, scales folded into codes

@@ -405,7 +405,7 @@ def merge_split(M, running, acc, row_bytes, state):
     reset_state(M, acc, row_bytes, state)
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def flash_attention(
     plan, cap, key_reader, value_reader, q, q_row_bytes, k, v, strides, out, lse, start, stop
 ):

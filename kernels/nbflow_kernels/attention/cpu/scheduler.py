@@ -91,7 +91,7 @@ def group_requests(prefix_keys, rows_at, b, n_requests, tile_rows, max_vectors):
     return n, shared
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def schedule(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
     """Fill the tables; return the numbers of items, merges, shares, partial rows and multiply-adds.
 
