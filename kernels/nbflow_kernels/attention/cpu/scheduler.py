@@ -28,15 +28,21 @@ SPLITS_PER_THREAD = 4
 
 
 @jit.device_function
-def assign_shares(items, n_items, total, shares, n_shares):
-    """Assign contiguous items to shares of about equal cost; write the first item of each."""
-    done, item = np.int64(0), np.int64(0)
+def assign_shares(items, n_items, shares, n_shares):
+    """Assign contiguous items to shares of about equal cost; write the first item of each.
+
+    Every share gets an item if there are enough.
+    """
+    total, done, item = np.int64(0), np.int64(0), np.int64(0)
+    for i in range(n_items):
+        total += read_word(items + at.ITEM_BYTES * i, at.ITEM_COST)
     for share in range(n_shares):
         write_i64(shares + 8 * share, item)
+        first, left = item, n_shares - share - 1
         target = total * (share + 1) // n_shares
-        while item < n_items:
+        while item < n_items - left:
             cost = read_word(items + at.ITEM_BYTES * item, at.ITEM_COST)
-            if done + cost // 2 >= target and share < n_shares - 1:
+            if left > 0 and item > first and done + cost // 2 >= target:
                 break
             done += cost
             item += 1
@@ -214,7 +220,7 @@ def schedule(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
     release(prefix_keys)
     n_shares = max(min(n_threads, n_items), 1)
     if n_items <= read_word(header, at.ITEM_CAPACITY):
-        assign_shares(items, n_items, total, read_word(header, at.SHARES), n_shares)
+        assign_shares(items, n_items, read_word(header, at.SHARES), n_shares)
     write_i64(header + 8 * at.N_MERGES, n_merges)
     write_i64(header + 8 * at.MAX_VECTORS, max_vectors)
     write_i64(header + 8 * at.QO_INDPTR, rows_at)
