@@ -26,6 +26,7 @@ from nbflow_kernels.attention.cpu.head_rows import (
     TABLE,
     finish_keys,
     pad_table,
+    prefetch_item,
     rotate,
     row_addresses,
     scale_addresses,
@@ -516,6 +517,8 @@ def flash_attention(
                 qk_scores(
                     k_like, M, vectors, qk_bytes, now, records, s, scratch, next_values, n_values
                 )
+                if stop_key == end and item + 1 < end_item:
+                    prefetch_item(header, item + 1, page_size, k, v, strides)
                 softmax_weights(
                     header, cap, M, group, head, request, row, position, base, s, records, ramp
                 )
