@@ -41,8 +41,8 @@ from nbflow.planner.measure_kernels import (
 from nbflow.planner.rates import Rates
 from nbflow.utils import system
 from nbflow_kernels.benchmarks.roofline import ReadProbe
+from nbflow_kernels.cpu.cpu_quota import available_cores
 from nbflow_kernels.cpu.parallel_for import set_num_threads
-from nbflow_kernels.cpu.thread_pool import available_cores
 from nbflow_kernels.errors import UsageError
 
 ARITHMETICS = ("f32", "bf16", "int8")
