@@ -44,9 +44,9 @@ from nbflow.planner.measure_kernels import (
 from nbflow.planner.rates import Rates
 from nbflow.utils import system
 from nbflow_kernels.benchmarks.roofline import ReadProbe
+from nbflow_kernels.cpu.cpu_quota import available_cores
 from nbflow_kernels.cpu.graph import CpuGraph
 from nbflow_kernels.cpu.parallel_for import capture, get_num_threads, run_graph, set_num_threads
-from nbflow_kernels.cpu.thread_pool import available_cores
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantized_matmul import cpu as quantized
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
