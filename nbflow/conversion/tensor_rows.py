@@ -83,6 +83,10 @@ class ModelRows:
     interleaves: bool = False
     """True to interleave the rows of rotary pairs."""
     offset: float = 0.0
+    factor: float = 1.0
+    rates: bool = False
+    """True to write the negative rates of a recurrent layer, of whose magnitudes a checkpoint holds
+    the logarithms."""
 
     @property
     def n_rows(self) -> int:
@@ -99,7 +103,8 @@ class ModelRows:
         """Stored format; tensors not stored as rows, or as `StoredRows.dtype`, are float32."""
         place = self.spec.tensor_layout(self.name)
         dtype = StoredRows(self.file, place.name).dtype
-        return "f32" if place.head_rows and dtype not in ITEM_BYTES else dtype
+        changed = place.head_rows or self.factor != 1.0
+        return "f32" if changed and dtype not in ITEM_BYTES else dtype
 
     def _part(self, start: int, stop: int) -> Operand:
         is_vector = len(self.spec.shape_of(self.name)) < 2
@@ -108,6 +113,10 @@ class ModelRows:
     def array(self, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Return rows [start, stop), with pairs interleaved."""
         rows = self._interleaved(read_operand(self.spec, self.file, self._part(start, stop)))
+        if self.rates:
+            rows = -np.exp(rows.astype(np.float64)).astype(np.float32)
+        if self.factor != 1.0:
+            rows = rows.astype(np.float32) * np.float32(self.factor)
         return rows + np.float32(self.offset) if self.offset else rows
 
     def blocks(self, start: int, stop: int) -> np.ndarray[Any, Any]:
