@@ -14,6 +14,10 @@ from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.position import LinearRopeScaling, LongRopeScaling, YarnRopeScaling
 
 _GATING = {"softmax": 1, "sigmoid": 2}
+_OWN_SIZE = (
+    "deepseek2", "gpt-oss", "kimi-linear", "lfm2moe", "nemotron_h_moe", "qwen35moe", "qwen3next",
+)  # fmt: skip
+"""Architectures whose experts' size is there even if it is that of dense networks."""
 _ROUTED = ("deepseek", "deepseek2", "kimi-linear", "lfm2moe", "nemotron_h_moe")
 """Architectures whose metadata has more numbers of experts."""
 _SCALED = ("granite", "granitemoe", "granitehybrid", "minicpm")
@@ -118,9 +122,7 @@ def _scaling(spec: ModelSpec) -> dict[str, Any]:
 
 def _experts(spec: ModelSpec, moe: MoeSpec, arch: str) -> dict[str, Any]:
     values: dict[str, Any] = {"expert_count": moe.n_experts, "expert_used_count": moe.top_k}
-    if moe.expert_size != spec.intermediate_size or arch in (
-        "deepseek2", "gpt-oss", "lfm2moe", "nemotron_h_moe", "kimi-linear", "qwen3next",
-    ):  # fmt: skip
+    if moe.expert_size != spec.intermediate_size or arch in _OWN_SIZE:
         values["expert_feed_forward_length"] = moe.expert_size
     if moe.shared_gate or (arch == "granitehybrid" and moe.shared_size):
         values["expert_shared_feed_forward_length"] = moe.shared_size

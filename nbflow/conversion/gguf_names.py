@@ -26,6 +26,7 @@ from nbflow.conversion.gguf_recurrent import (
     factor_of,
     is_always_float32,
     is_recurrent,
+    order_of,
     shape_in_file,
 )
 from nbflow.conversion.plan import TensorConversion
@@ -115,7 +116,7 @@ def _rows(
     first = members[0]
     role = ".".join(first.split(".")[2:-1])
     stored = {spec.tensor_layout(ours).name for ours in members}
-    if arch == "qwen3next" and role in BY_HEAD and len(members) > 1 and len(stored) == 1:
+    if role in BY_HEAD and arch.startswith("qwen3") and len(members) > 1 and len(stored) == 1:
         return (StoredRows(file, stored.pop()),)
     interleaves = interleaved and role in ("attn.q", "attn.k")
     group = spec.head_dim if interleaves else 1
@@ -125,7 +126,7 @@ def _rows(
     return tuple(
         ModelRows(
             spec, file, ours, group, interleaves, offset if _is_norm_weight(ours) else 0.0,
-            factor_of(spec, ours), rates,
+            factor_of(spec, ours), rates, order_of(spec, ours),
         )
         for ours in members
     )  # fmt: skip

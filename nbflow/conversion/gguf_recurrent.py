@@ -2,7 +2,8 @@
 
 Files hold the negative rates themselves, small tensors of recurrent layers in float32, and a list
 of key/value heads by layer whose zeros tell llama.cpp which layers are recurrent.  Factors of
-Falcon-H1 multiply its matrices.
+Falcon-H1 multiply its matrices.  Value heads of Qwen 3.5 are in another order: the first of all key
+heads, then the second.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
+
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
@@ -18,6 +21,7 @@ ARCHITECTURES = {
     "mamba": "mamba", "falcon_mamba": "mamba", "mamba2": "mamba2", "jamba": "jamba",
     "granitemoehybrid": "granitehybrid", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h",
     "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next", "kimi_linear": "kimi-linear",
+    "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe",
 }  # fmt: skip
 """Families with recurrent layers -> llama.cpp's name of the architecture."""
 BY_HEAD = ("attn.q", "attn.gate", "delta.b", "delta.a")
@@ -26,6 +30,9 @@ _FLOAT32 = (
     "_conv.weight", "mamba1.conv.weight", "short.conv.weight", "a_log.weight", "router.weight",
     "shared_gate.weight",
 )  # fmt: skip
+_TURNED = "qwen35", "qwen35moe"
+"""Architectures with value heads in another order than checkpoints."""
+_ROWS_TURNED = ("v", "z", "v_conv", "b", "a", "a_log", "dt_bias")
 _FACTORS = (
     "embed_scale", "logits_scale", "attn_input_scale", "attn_output_scale", "ffn_gate_scale",
     "ffn_output_scale",
@@ -63,11 +70,14 @@ def recurrent_metadata(spec: ModelSpec, arch: str) -> dict[str, Any]:
     values: dict[str, Any] = {kernel: spec.conv_kernel} | _sizes(spec, arch)
     if not any(attends):
         values |= {"attention.head_count": 0, "feed_forward_length": 0}
-    elif arch == "qwen3next":
+    elif arch in ("qwen3next", *_TURNED):
         values["full_attention_interval"] = 1 + attends.index(True)
         values["attention.recurrent_layers"] = [not attention for attention in attends]
     elif not all(attends):
         values["attention.head_count_kv"] = [spec.n_kv_heads * attention for attention in attends]
+    if arch in _TURNED:  # positions of a text are the same in all three sections
+        pairs = spec.rope.dim // 2
+        values["rope.dimension_sections"] = [*(len(range(j, pairs, 3)) for j in range(3)), 0]
     if arch in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
         values["rope.scaling.finetuned"] = bool(spec.rope.dim)
     if arch == "granitehybrid" and spec.moe is not None:
@@ -124,6 +134,11 @@ def as_read(spec: ModelSpec) -> tuple[ModelSpec, list[str]]:
     if selective is not None:
         selective = dataclasses.replace(selective, norm_eps=spec.norm_eps)
         spec = dataclasses.replace(spec, selective=selective)
+    if spec.delta is not None and ARCHITECTURES.get(spec.family) in _TURNED:
+        delta = dataclasses.replace(
+            spec.delta, key_heads=spec.delta.value_heads, key_copies=spec.delta.group
+        )
+        spec = dataclasses.replace(spec, delta=delta)
     if spec.family != "falcon_h1":
         return spec, notes
     if spec.tied_head and spec.embed_scale != spec.logits_scale:
@@ -155,3 +170,18 @@ def factor_of(spec: ModelSpec, ours: str) -> float:
     for part, scale in scales.items():
         factors[f"ssm.{part}"] = scale * (1.0 if is_bias else spec.ssm.input_scale)
     return factors.get(role, 1.0)
+
+
+def order_of(spec: ModelSpec, ours: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return the order of rows and columns of one of our tensors in a file; None as they are."""
+    delta, parts = spec.delta, ours.split(".")
+    turned = ARCHITECTURES.get(spec.family) in _TURNED
+    if delta is None or delta.group == 1 or not turned or parts[2:3] != ["delta"]:
+        return None, None
+    is_out = parts[3] == "out"
+    if not is_out and parts[3] not in _ROWS_TURNED:
+        return None, None
+    size = spec.shape_of(ours)[1 if is_out else 0]
+    heads = np.arange(size).reshape(delta.key_heads, delta.group, -1)
+    order = heads.swapaxes(0, 1).reshape(-1)
+    return (None, order) if is_out else (order, None)
