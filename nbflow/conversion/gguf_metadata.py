@@ -7,13 +7,20 @@ from typing import Any
 import numpy as np
 
 from nbflow.checkpoint.readers import gguf
-from nbflow.checkpoint.writers.gguf import BOOL, F32, U32
+from nbflow.checkpoint.writers.gguf import BOOL, F32, I32, U32
+from nbflow.conversion.gguf_recurrent import is_recurrent, recurrent_metadata
 from nbflow.spec.architecture import LatentSpec, MoeSpec
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.position import LinearRopeScaling, LongRopeScaling, YarnRopeScaling
 
 _GATING = {"softmax": 1, "sigmoid": 2}
-_SCALED = ("granite", "granitemoe", "minicpm")
+_OWN_SIZE = (
+    "deepseek2", "gpt-oss", "kimi-linear", "lfm2moe", "nemotron_h_moe", "qwen35moe", "qwen3next",
+)  # fmt: skip
+"""Architectures whose experts' size is there even if it is that of dense networks."""
+_ROUTED = ("deepseek", "deepseek2", "kimi-linear", "lfm2moe", "nemotron_h_moe")
+"""Architectures whose metadata has more numbers of experts."""
+_SCALED = ("granite", "granitemoe", "granitehybrid", "minicpm")
 """Architectures with factors on embeddings, sublayers and logits."""
 
 
@@ -58,6 +65,8 @@ def model_metadata(spec: ModelSpec, arch: str) -> dict[str, Any]:
         values |= _experts(spec, spec.moe, arch)
     if spec.latent is not None:
         values |= _latent(spec, spec.latent)
+    if is_recurrent(arch):
+        values |= recurrent_metadata(spec, arch)
     metadata = {
         "general.architecture": ((gguf.STRING,), arch),
         "general.type": ((gguf.STRING,), "model"),
@@ -75,6 +84,8 @@ def model_metadata(spec: ModelSpec, arch: str) -> dict[str, Any]:
 def _typed(value: Any) -> tuple[tuple[int, ...], Any]:
     if isinstance(value, str):
         return (gguf.STRING,), value
+    if isinstance(value, list):
+        return (gguf.ARRAY, BOOL if isinstance(value[0], bool) else I32), value
     if isinstance(value, bool):
         return (BOOL,), value
     return ((U32,), value) if isinstance(value, int) else ((F32,), float(np.float32(value)))
@@ -111,16 +122,20 @@ def _scaling(spec: ModelSpec) -> dict[str, Any]:
 
 def _experts(spec: ModelSpec, moe: MoeSpec, arch: str) -> dict[str, Any]:
     values: dict[str, Any] = {"expert_count": moe.n_experts, "expert_used_count": moe.top_k}
-    if moe.expert_size != spec.intermediate_size or arch in ("deepseek2", "gpt-oss"):
+    if moe.expert_size != spec.intermediate_size or arch in _OWN_SIZE:
         values["expert_feed_forward_length"] = moe.expert_size
-    if moe.shared_gate:
+    if moe.shared_gate or (arch == "granitehybrid" and moe.shared_size):
         values["expert_shared_feed_forward_length"] = moe.shared_size
-    if not arch.startswith("deepseek"):
+    if arch not in _ROUTED:
         return values
-    values["leading_dense_block_count"] = spec.n_layers - len(moe.layers)
-    values["expert_shared_count"] = moe.shared_size // moe.expert_size
+    if moe.shared_size:
+        values["expert_shared_count"] = max(1, moe.shared_size // moe.expert_size)
     values["expert_weights_scale"] = float(moe.scale)
-    if arch == "deepseek2":
+    if arch == "nemotron_h_moe":
+        values["expert_shared_feed_forward_length"] = moe.shared_size
+    else:
+        values["leading_dense_block_count"] = spec.n_layers - len(moe.layers)
+    if arch != "deepseek":
         values["expert_weights_norm"] = moe.renormalize
         values["expert_gating_func"] = _GATING[moe.scoring]
         if moe.groups > 1:

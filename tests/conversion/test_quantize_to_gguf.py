@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf_files import families_by_arch, write_gguf
+from logits_of_files import logits, logits_of_llama_cpp
 from safetensors.numpy import save_file
 from small_models import write_checkpoint, write_llama
 
@@ -31,12 +32,6 @@ from nbflow_kernels.errors import UsageError
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
 GOLDEN_TOKENIZERS = FAMILIES.parent / "tokenizers"
-IDS = np.arange(1, 9)
-
-
-def logits(model: Path, ids: np.ndarray = IDS, **options: Any) -> np.ndarray:
-    with nbflow.load(model, threads=1, **options) as loaded:
-        return loaded.logits(ids)
 
 
 def neighbours(array: np.ndarray, head_dim: int) -> np.ndarray:
@@ -199,17 +194,6 @@ def test_llama_cpp_computes_the_same(model: str, tmp_path: Path) -> None:
     ours, theirs = logits(folder, ids, kv="f32", **options), logits_of_llama_cpp(path, ids)
     tolerance = 5e-3 if model == "gemma3" else 1e-3
     assert np.abs(ours - theirs).max() < tolerance * np.abs(ours).max()
-
-
-def logits_of_llama_cpp(path: Path, ids: np.ndarray) -> np.ndarray:
-    """Return llama.cpp's logits after each token."""
-    from nbflow.benchmark.llama_cpp import LlamaCpp
-
-    peer = LlamaCpp(path, threads=1, context=64, sequences=1, exact=True)
-    try:
-        return peer.logits(ids)
-    finally:
-        peer.close()
 
 
 def test_importances(tmp_path: Path) -> None:
