@@ -16,10 +16,12 @@ from nbflow_kernels.errors import UsageError
 def types_of(
     stated: Any, kinds: Sequence[str], n: int, where: str, offset: Any = None
 ) -> tuple[str, ...]:
-    """Return layer_types from numbers of layers, or n for every n-th layer.
+    """Return layer_types from numbers of layers, n for every n-th layer, or a boolean for each.
 
-    The first of the latter is `offset`, by default n - 1.
+    The first of every n layers is `offset`, by default n - 1; false is the first kind.
     """
+    if isinstance(stated, list) and stated and all(isinstance(item, bool) for item in stated):
+        return tuple(kinds[item] for item in stated[:MAX_ITEMS])
     if isinstance(stated, int) and not isinstance(stated, bool):
         if not 1 <= stated <= MAX_ITEMS:
             raise UsageError(f"{where}: must be 1..{MAX_ITEMS}, got {shown(stated)}")
