@@ -17,10 +17,10 @@ import numpy as np
 
 from nbflow.utils.rank_status import hang_seconds
 from nbflow_kernels.cpu import atomics, interpreter, jit, simd
+from nbflow_kernels.cpu.cpu_quota import available_cores
 from nbflow_kernels.cpu.graph import GraphNode
 from nbflow_kernels.cpu.parallel_for import get_num_threads
 from nbflow_kernels.cpu.simd_memory import load_first, read_i64, store_first, write_i64
-from nbflow_kernels.cpu.cpu_quota import available_cores
 
 # Indices of int64 cells, a cache line apart; `_RANKS` is the first line of rank 0.
 _ARRIVED, _FAILED, _SPINS, _YIELD, _SLEEP, _SLEEPS, _RANKS = 0, 8, 16, 17, 18, 19, 24
