@@ -150,7 +150,12 @@ def _machine(ranks: list[tuple[Device, Link | None, str]], what: str) -> Machine
     n, per_host = len(ranks), hosts.count(hosts[0])
     links = [link for _, link, _ in ranks if link is not None]
     if links:  # an exchange has ended when the last rank has it
-        slowest = Link(max(x.latency_s for x in links), min(x.bytes_per_s for x in links), "gather")
+        slowest = Link(
+            max(x.latency_s for x in links),
+            min(x.bytes_per_s for x in links),
+            "gather",
+            max(x.all_reduce_latency_s for x in links),
+        )
     devices = with_means([device for device, _, _ in ranks])
     return Machine(
         name=f"{hosts[0]}-{n}",
