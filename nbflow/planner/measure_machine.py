@@ -193,7 +193,7 @@ def _mean(values: Sequence[Any]) -> Any:
         return tuple(map(_mean, zip(*values, strict=True)))
     if isinstance(first, Mapping):
         return {key: _mean([value[key] for value in values]) for key in first}
-    if dataclasses.is_dataclass(first):
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
         fields = {name: _mean([getattr(value, name) for value in values]) for name in names}
         return dataclasses.replace(first, **fields)
