@@ -24,7 +24,7 @@ _SCORED = (
 )  # fmt: skip
 """Architectures whose files state how the router scores."""
 _ROUTED = ("ernie4_5-moe", "deepseek", *_SCORED)
-"""Architectures whose files state the shared experts, and dense layers before those with experts."""
+"""Architectures whose files state shared experts, and dense layers before those with experts."""
 _OWN_SIZE = ("gpt-oss", "hunyuan-moe", "qwen35moe", "qwen3next", *_ROUTED)
 """Architectures whose experts' size is there even if it is that of dense networks."""
 _SHARED_SIZE = ("hunyuan-moe", "ernie4_5-moe", "granitehybrid", "nemotron_h_moe")

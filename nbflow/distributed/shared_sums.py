@@ -12,6 +12,7 @@ begins exchange k + 2 has seen all ranks arrive at k + 1, so none still reads th
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ LANES = 16
 
 
 @jit.device_function
-def _wait(cells, target):
+def _wait(cells: Any, target: Any) -> Any:
     """Wait until `target` ranks have arrived in all; False if a rank has failed or is too late."""
     for _ in range(read_i64(cells + 8 * _SPINS)):
         if atomics.load(cells + 8 * _ARRIVED) >= target:
@@ -52,7 +53,7 @@ def _wait(cells, target):
 
 
 @jit.kernel
-def _all_reduce(cells, rank, size, numbers, start, stop):
+def _all_reduce(cells: Any, rank: Any, size: Any, numbers: Any, start: Any, stop: Any) -> None:
     """Replace flat float32 `numbers` by their sums over all ranks; unchanged if one has failed."""
     mine = cells + 8 * (_RANKS + LINE * rank)
     done = read_i64(mine + 8 * _DONE)
