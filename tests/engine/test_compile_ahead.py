@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from numba.core import types
+import inspect
 
-from nbflow.engine import compile_ahead
+import pytest
+from numba.core import types
+from numba.core.registry import CPUDispatcher
+
+from nbflow.distributed import quantized_all_reduce
+from nbflow.engine import compile_ahead, multi_step
+from nbflow.executor import attention_plans, bind
 from nbflow_kernels.attention.cpu.flash_attention import flash_attention
 from nbflow_kernels.attention.cpu.scheduler import schedule
 from nbflow_kernels.cpu.jit import CachedKernel
 from nbflow_kernels.kv_cache.cpu import _append_floats
 from nbflow_kernels.logits.cpu import _token_log_probs
 from nbflow_kernels.sampling.cpu import _argmax
+
+
+@pytest.mark.parametrize("module", [multi_step, bind, attention_plans, quantized_all_reduce])
+def test_kernels_call_only_functions_of_the_digest(module):
+    """Their cache entries are found by their module and `nbflow_kernels`, wherever nbflow lies."""
+    kernels = [found for found in vars(module).values() if isinstance(found, CachedKernel)]
+    own = [kernel for kernel in kernels if kernel.py_func.__module__ == module.__name__]
+    assert own
+    for kernel in own:
+        assert kernel._cache._cache_file._stamp[1] is None
+        used = inspect.getclosurevars(kernel.py_func).globals.values()
+        modules = {found.__module__ for found in used if isinstance(found, CPUDispatcher)}
+        assert all(name.startswith(("nbflow_kernels.", module.__name__)) for name in modules)
 
 
 def test_the_kernels_are_those_that_a_model_calls(model, monkeypatch):

@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 
+from nbflow_kernels.compilation.jit_cache import cache_root
 from nbflow_kernels.cpu.cpu_quota import available_cores
 
 VARIABLE = "NBFLOW_COMPILE_HELPER"
@@ -29,10 +30,13 @@ Task = Callable[[], object]
 
 
 def may_fork() -> bool:
-    """Return whether kernels may be compiled in children: on Linux, with two processors."""
-    return (
-        sys.platform == "linux" and os.environ.get(VARIABLE) != "0" and available_cores() > 1
-    )  # fmt: skip
+    """Return whether children may compile: on Linux, with two processors and a cache to write."""
+    if sys.platform != "linux" or os.environ.get(VARIABLE) == "0" or available_cores() < 2:
+        return False
+    folder = cache_root()
+    while not folder.exists():
+        folder = folder.parent
+    return os.access(folder, os.W_OK)
 
 
 def compile_in_processes(tasks: Sequence[Task]) -> list[int]:
