@@ -11,7 +11,7 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit, register_tiles, simd
 from nbflow_kernels.cpu.simd_math import keep_nan
-from nbflow_kernels.cpu.simd_memory import read_f32, write_f32
+from nbflow_kernels.cpu.simd_memory import prefetch, read_f32, write_f32
 from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
 
 CHUNK = 8
@@ -32,6 +32,13 @@ def copy_row(at, Dk, factor, normalize, to):
         factor = factor / np.sqrt(simd.sum(squares) + np.float32(_EPS))
     for i in range(0, Dk, 16):
         simd.store_f32(to + 4 * i, simd.mul(load_up_to(at + 4 * i, Dk - i), simd.splat(factor)))
+
+
+@jit.device_function
+def _prefetch_row(at, n_numbers):
+    """Prefetch a row of float32, which other heads' rows separate from the one before."""
+    for i in range(0, 4 * n_numbers, 64):
+        prefetch(at + i)
 
 
 @jit.device_function
@@ -112,9 +119,12 @@ def prepare_chunk(
     for t in range(CHUNK):
         copy_row(k + t * k_bytes, Dk, np.float32(1.0), normalize, rows + t * n_bytes)
         copy_row(q + t * q_bytes, Dk, scale, normalize, rows + (CHUNK + t) * n_bytes)
+        _prefetch_row(k + (CHUNK + t) * k_bytes, Dk)  # of the next chunk
+        _prefetch_row(q + (CHUNK + t) * q_bytes, Dk)
     for t in range(CHUNK):
         if per_channel:
             _decay_channels(g + t * g_bytes, Dk, t, rows, vectors, decays)
+            _prefetch_row(g + (CHUNK + t) * g_bytes, Dk)
         tile = register_tiles.zero(CHUNK, 2)
         for i in range(0, n_bytes, 64):
             x = rows + t * n_bytes + i
@@ -146,6 +156,8 @@ def _solve(
         row, at = products + 64 * t, sums + 128 * t
         c, d = read_f32(factors + 4 * t), read_f32(factors + 4 * t + 4)
         v_at = v + t * v_bytes
+        _prefetch_row(v_at + CHUNK * v_bytes, min(lanes, 32))
+        _prefetch_row(v_at + (CHUNK + 1) * v_bytes, min(lanes, 32))
         r0 = simd.fma(simd.splat(-c), simd.load_f32(at), load_up_to(v_at, lanes))
         r1 = simd.fma(simd.splat(-c), simd.load_f32(at + 64), load_up_to(v_at + 64, lanes - 16))
         v_at += v_bytes
