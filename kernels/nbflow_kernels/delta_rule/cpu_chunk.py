@@ -18,7 +18,8 @@ CHUNK = 8
 """Tokens of the chunked form: with 16, its triangular part costs more than the loads it saves."""
 _EPS = 1e-6  # of the length of queries and keys
 WIDE = register_tiles.has_wide_registers()
-_TOKENS = 16 if WIDE else 4  # vectors, or rows of the state, of a register tile
+_ROWS = 16 if WIDE else 4  # rows of the state in a register tile
+_VECTORS = _ROWS // 2  # vectors in a tile, times two strips
 
 
 @jit.device_function
@@ -211,19 +212,17 @@ def chunk(
     """
     n_bytes = -(-Dk // 16) * 64
     like = np.float32(0.0)
-    for j in range(2):
-        strip = strips + j * strip_bytes
-        for t in range(0, 2 * CHUNK, _TOKENS):
-            tile = register_tiles.zero(1, _TOKENS)
-            x = vectors + t * n_bytes
-            for i in range(Dk):
-                tile = register_tiles.step(tile, like, strip + 64 * i, 0, x + 4 * i, n_bytes)
-            register_tiles.store_strided(sums + 128 * t + 64 * j, 128, tile)
+    for t in range(0, 2 * CHUNK, _VECTORS):
+        tile = register_tiles.zero(2, _VECTORS)
+        x = vectors + t * n_bytes
+        for i in range(Dk):
+            tile = register_tiles.step(tile, like, strips + 64 * i, strip_bytes, x + 4 * i, n_bytes)
+        register_tiles.store(sums + 128 * t, tile)
     _solve(sums, products, factors, beta, beta_bytes, v, v_bytes, out, out_bytes, lanes, u)
     for j in range(2):
         strip = strips + j * strip_bytes
-        for i in range(0, n_bytes // 4, _TOKENS):
-            tile = register_tiles.load(1, _TOKENS, strip + 64 * i)
+        for i in range(0, n_bytes // 4, _ROWS):
+            tile = register_tiles.load(1, _ROWS, strip + 64 * i)
             tile = register_tiles.scale(tile, decay + decay_step * i, decay_step)
             for s in range(CHUNK):
                 x = keys + s * n_bytes + 4 * i
