@@ -36,6 +36,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         **THREE, "intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2,
         "num_shared_experts": 2, "prefix_dense_intermediate_size": 40, "logit_scale": 0.25,
         "mlp_layer_types": ["dense", "sparse", "sparse"], "tie_word_embeddings": True}),
+    "aria_text": ("AriaText", {
+        **EVEN, "intermediate_size": 12, "moe_num_experts": 5, "moe_topk": 2,
+        "moe_num_shared_experts": 2, "pad_token_id": 1}),
+    "lara_mini": ("LaraMini", {
+        **EVEN, "num_hidden_layers": 3, "sliding_window": 9, "num_experts": 5,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 12, "linear_num_key_heads": 2,
+        "shared_expert_intermediate_size": 20, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 18, "linear_value_head_dim": 12, "tie_word_embeddings": True,
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention"]}),
     "lfm3": ("Lfm3", {
         **WINDOWS, "num_hidden_layers": 3, "tie_word_embeddings": True, "rope_parameters": {
             "sliding_attention": rope(),
