@@ -50,6 +50,7 @@ FUSED = {
     "delta.qkv": ("delta.q", "delta.k", "delta.v"),
     "delta.qkvz": ("delta.q", "delta.k", "delta.v", "delta.z"),
     "delta.ba": ("delta.b", "delta.a"),
+    "delta.in": ("delta.q", "delta.k", "delta.v", "delta.z", "delta.b", "delta.a"),
     "delta.conv": DELTA_CONVS,
     "ssm.in": ("ssm.z", "ssm.x", "ssm.b", "ssm.c", "ssm.dt"),
     "ssm.conv": _SSM_CONVS,

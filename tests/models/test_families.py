@@ -28,7 +28,7 @@ PAIRS = (
 )  # fmt: skip
 # What these are made of is compiled and divided among ranks in the tests of others.
 BY_REFERENCE = (
-    "biogpt", "cohere2_moe", "ctrl", "exaone", "flint", "granitemoe_swa", "openai_gpt",
+    "aria_text", "biogpt", "cohere2_moe", "ctrl", "exaone", "flint", "granitemoe_swa", "openai_gpt",
     "sarvam_moe", "xglm",
 )  # fmt: skip
 DECODERS = sorted(set(NAMES) - set(ENCODERS) - set(PAIRS))

@@ -250,6 +250,8 @@ MATTERS = [
      r"one base in the layers with the window, and one in the others, got \[10000.0\] and \[1000"),
     ("granite_swa", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
      "go without rope_scaling"),
+    ("aria_text", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ("lara_mini", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     ("nanochat", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
      "rope_parameters.rope_type = 'linear'"),
     ("bamba", {"hidden_act": "gelu"},

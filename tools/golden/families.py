@@ -307,30 +307,12 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
                                   "n_heads": 3, "max_position_embeddings": 64}),
 }  # fmt: skip
 """Encoders with the head of their masked language model."""
-BART = {
-    "vocab_size": 97, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2,
-    "encoder_attention_heads": 3, "decoder_attention_heads": 3, "encoder_ffn_dim": 40,
-    "decoder_ffn_dim": 44, "max_position_embeddings": 64, "decoder_start_token_id": 2,
-    "bos_token_id": None, "eos_token_id": None, "forced_eos_token_id": None,
-    "init_std": 0.5, "pad_token_id": 1,
-}  # fmt: skip
-PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bart": ("Bart", BART),
-    "m2m_100": ("M2M100", {**BART, "scale_embedding": True}),
-    "mbart": ("MBart", {**BART, "scale_embedding": True}),
-    "pegasus": ("Pegasus", {**BART, "scale_embedding": True, "activation_function": "relu"}),
-    "blenderbot": ("Blenderbot", {**BART, "scale_embedding": True}),
-    "plbart": ("PLBart", {**BART, "scale_embedding": True}),
-    "marian": ("Marian", {**BART, "scale_embedding": True, "activation_function": "swish",
-                          "pad_token_id": 96, "decoder_start_token_id": 96}),
-}  # fmt: skip
-"""Encoders with decoders."""
 T5 = {
     "vocab_size": 97, "d_model": 24, "d_kv": 12, "d_ff": 40, "num_layers": 2, "num_heads": 3,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
     "decoder_start_token_id": 0, "eos_token_id": None, "pad_token_id": 0, "n_positions": 64,
 }  # fmt: skip
-PAIRS |= {
+PAIRS = further.PAIRS | {
     "t5": ("T5", T5),
     "flan_t5": ("T5", {**T5, "feed_forward_proj": "gated-gelu", "num_decoder_layers": 3,
                        "tie_word_embeddings": False, "d_kv": 8, "d_ff": 28}),

@@ -1,4 +1,4 @@
-"""Decoders that differ little from others, for `tools/golden/families.py`."""
+"""Further decoders, and encoders with decoders like BART, for `tools/golden/families.py`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         **THREE, "intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2,
         "num_shared_experts": 2, "prefix_dense_intermediate_size": 40, "logit_scale": 0.25,
         "mlp_layer_types": ["dense", "sparse", "sparse"], "tie_word_embeddings": True}),
+    "aria_text": ("AriaText", {
+        **EVEN, "intermediate_size": 12, "moe_num_experts": 5, "moe_topk": 2,
+        "moe_num_shared_experts": 2, "pad_token_id": 1}),
+    "lara_mini": ("LaraMini", {
+        **EVEN, "num_hidden_layers": 3, "sliding_window": 9, "num_experts": 5,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 12, "linear_num_key_heads": 2,
+        "shared_expert_intermediate_size": 20, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 18, "linear_value_head_dim": 12, "tie_word_embeddings": True,
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention"]}),
     "lfm3": ("Lfm3", {
         **WINDOWS, "num_hidden_layers": 3, "tie_word_embeddings": True, "rope_parameters": {
             "sliding_attention": rope(),
@@ -56,3 +65,21 @@ NARROW: dict[str, tuple[str, dict[str, Any]]] = {
     "ctrl": ("CTRLLMHead", {**OLD, "dff": 56}),
 }  # fmt: skip
 """Models whose code computes in float32 only."""
+BART = {
+    "vocab_size": 97, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 3, "decoder_attention_heads": 3, "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 44, "max_position_embeddings": 64, "decoder_start_token_id": 2,
+    "bos_token_id": None, "eos_token_id": None, "forced_eos_token_id": None,
+    "init_std": 0.5, "pad_token_id": 1,
+}  # fmt: skip
+PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bart": ("Bart", BART),
+    "m2m_100": ("M2M100", {**BART, "scale_embedding": True}),
+    "mbart": ("MBart", {**BART, "scale_embedding": True}),
+    "pegasus": ("Pegasus", {**BART, "scale_embedding": True, "activation_function": "relu"}),
+    "blenderbot": ("Blenderbot", {**BART, "scale_embedding": True}),
+    "plbart": ("PLBart", {**BART, "scale_embedding": True}),
+    "marian": ("Marian", {**BART, "scale_embedding": True, "activation_function": "swish",
+                          "pad_token_id": 96, "decoder_start_token_id": 96}),
+}  # fmt: skip
+"""Encoders with decoders."""

@@ -172,7 +172,8 @@ class LinearRopeScaling(RopeScaling):
     """Divisor of the frequencies; below 0, pairs turn the other way (nanochat: -1)."""
 
     def __post_init__(self) -> None:
-        _check_positive(**{"magnitude of factor": abs(self.factor)})
+        if not (self.factor and math.isfinite(self.factor)):
+            raise UsageError(f"factor must not be 0, nor infinite, got {self.factor}")
 
     def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
         """Return theta ** (-2j / d) / factor."""

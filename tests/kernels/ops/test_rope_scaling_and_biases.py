@@ -142,7 +142,8 @@ def test_longrope_factors_on_cosines() -> None:
             "needs low_freq_factor and high_freq_factor",
         ),
         ({"rope_type": "yarn", "factor": 4.0}, "needs the length the model was trained for"),
-        ({"rope_type": "linear", "factor": -2.0}, "factor must be positive, got -2.0"),
+        ({"rope_type": "linear", "factor": 0.0}, "factor must not be 0, nor infinite, got 0.0"),
+        ({"rope_type": "proportional", "factor": -2.0}, "factor must be positive, got -2.0"),
     ],
 )
 def test_wrong_config_entries_are_named(config: dict[str, Any], words: str) -> None:
