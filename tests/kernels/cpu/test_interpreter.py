@@ -146,7 +146,7 @@ def test_fma_rounds_once() -> None:
     assert simd.fma(a, a, simd.splat(0.0))[0] == np.float32(exact)
 
 
-@pytest.mark.parametrize("name", [*SYNTHETIC, "nf4_b64"])
+@pytest.mark.parametrize("name", [*SYNTHETIC, "nf4_b64", "q2t_b256"])
 def test_fallbacks_read_packed_weights_to_the_bit(name: str, rng: np.random.Generator) -> None:
     form = packed_form((SYNTHETIC.get(name) or nbflow_kernels.FORMATS[name]).integer_form)
     stored = rng.integers(0, 256, form.block_bytes).astype(np.uint8)
@@ -154,7 +154,8 @@ def test_fallbacks_read_packed_weights_to_the_bit(name: str, rng: np.random.Gene
         numbers = rng.standard_normal(form.d_bytes // (2 if form.d_type == "f16" else 4))
         dtype = np.float16 if form.d_type == "f16" else np.float32
         stored[: form.d_bytes] = numbers.astype(dtype).view(np.uint8)
-    outs = np.zeros((2, 256 * form.block // 4), np.uint8)
+    # values of each code vector, and sums of each unit with a trellis
+    outs = np.zeros((2, 256 * form.block // 4 + 128 * form.block // form.unit), np.uint8)
     kernel = kernels.use_form(form)
     for run, out in zip((kernel, kernels.stepped(kernel)), outs, strict=True):
         run(stored.ctypes.data, out.ctypes.data)

@@ -316,10 +316,16 @@ def use_form(form: CpuLayout) -> Any:
     """Return a kernel that uses all functions that read packed weights of a form."""
     vectors, per_scale = form.unit // 4, form.sub_block // 4
     units, folds = form.block // form.unit, form.folded_zero is not None
+    trellis = form.trellis
 
     @jit.kernel
     def kernel(packed, out):  # type: ignore[no-untyped-def]
         for unit in range(units):
+            if trellis:  # any bytes are activations
+                ints = register_tiles_int8.starts(1, 2, packed, 4, 1)
+                ints = decode_cpu.dots_of_unit(form, ints, packed, unit, packed, 32)
+                register_tiles_int8.store(out, register_tiles_int8.floats(ints))
+                out += 128
             for v in range(vectors):
                 s = (unit * vectors + v) // per_scale
                 u = decode_cpu.codes(form, packed, unit, v)
