@@ -56,7 +56,7 @@ class OffloadConfig(OptionSet):
 
     @property
     def offload(self) -> OffloadConfig:
-        """These fields alone."""
+        """Options that put a part of the model into host memory."""
         return OffloadConfig(self.kv_host_percent, self.embeddings_on_host, self.cpu_layers)
 
     @property

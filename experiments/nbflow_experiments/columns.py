@@ -7,7 +7,7 @@ from nbflow_experiments.settings import SETTINGS
 
 STATUS: dict[str, str] = {
     "point": "identifier, the first 12 digits of the sha256 of all inputs of the point",
-    "status": "done, failed, or oom (a rank ran out of memory)",
+    "status": "done, failed, oom (a rank ran out of memory), timeout, or nonfinite",
     "attempt": "number of the attempt whose result this is",
     "error_type": "class of the error of a failed point",
     "error_message": "message of the error",

@@ -217,7 +217,7 @@ class Emulator:
         n, size = layout.n_blocks, layout.threads_per_block
         together = layout.blocks_per_cluster
         at_once = max(LANES_AT_ONCE // (size * together), 1) * together
-        if program.grid_barrier or _waits_for_blocks(program):
+        if program.grid_barrier:
             if n * size > MAX_COOPERATIVE_LANES:
                 raise LaunchError(
                     f"{n * size} threads whose blocks wait for each other; "
@@ -225,13 +225,8 @@ class Emulator:
                 )
             at_once = n
         device.grid_workspace()
-        cells = None
-        if self.checks.races:
-            starts = [a.start for a in device.allocations]
-            cells = Cells(
-                device.top, program.granules["global"], across=True, starts=starts,
-                warps=layout.warps_per_cluster,
-            )  # fmt: skip
+        granule, warps = program.granules["global"], layout.warps_per_cluster
+        cells = _history(device, granule, warps) if self.checks.races else None
         launch = Launch(
             layout, device, self.checks, Grid(n), cells, profile, program.granules["shared"],
             program.registers.rows, self.arch, self.exact_mma,
@@ -243,12 +238,22 @@ class Emulator:
             result.instructions += m.executed
             result.thread_instructions += m.lane_instructions
         result.printed = "".join(launch.printed)
+        if cells is not None:
+            device.histories[granule, warps > 32] = cells
         return result
 
 
-def _waits_for_blocks(program: Program) -> bool:
-    """Return whether the kernel reads the words of the grid barrier of cooperative groups."""
-    return any("%envreg" in ins.text for ins in program.kernel.code)
+def _history(device: Device, granule: int, warps: int) -> Cells:
+    """Return the empty access history of a device's memory.
+
+    Those of earlier launches are reused: fresh memory is a tenth of the time of a small model.
+    """
+    starts = [a.start for a in device.allocations]
+    cells: Cells | None = device.histories.pop((granule, warps > 32), None)
+    if cells is None or cells.nbytes < device.top:
+        return Cells(2 * device.top, granule, across=True, starts=starts, warps=warps)
+    cells.renew(starts)
+    return cells
 
 
 def needed(args: Sequence[Any], module: Module) -> int:

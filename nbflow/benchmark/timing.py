@@ -82,10 +82,13 @@ class Timed(Protocol):
 def time_test(model: LLM, test: Test) -> float:
     """Return the seconds of one repetition; collective over the model's ranks.
 
-    Generation alone counts `Times.step_s` for each token, or `Times.rest_s` as a whole if the
-    sequences never all decode at once.
+    The tokens before generation alone (`Test.depth`) are computed by the first repetition and stay
+    in the prefix cache for the next ones, which compute the last of them only.  Generation counts
+    `Times.step_s` for each token, or `Times.rest_s` as a whole if the sequences never all decode at
+    once.
     """
-    times = time_both(model, max(test.depth + test.n_prompt, 1), test.n_gen, test.batch)
+    n_before = max(test.depth + test.n_prompt, 1)
+    times = time_both(model, n_before, test.n_gen, test.batch, keep=not test.n_prompt)
     if test.n_prompt:
         return times.prefill_s + (times.rest_s if test.n_gen else 0.0)
     decode_s = test.n_gen * times.step_s
@@ -171,14 +174,15 @@ def _time_repetitions(
     return means
 
 
-def time_both(model: LLM, n_prompt: int, n_gen: int, batch: int = 1) -> Times:
+def time_both(model: LLM, n_prompt: int, n_gen: int, batch: int = 1, keep: bool = False) -> Times:
     """Return the times of a batch: its prompts, and the `n_gen` decode steps after them.
 
-    Collective over the model's ranks.
+    Collective over the model's ranks.  `keep` leaves the prompts' keys and values in the prefix
+    cache for the next call: the time of the prompts then says nothing.
     """
     requests = make_requests(model, n_prompt, n_gen + 1, batch)
     model.gather("record_token_times")
-    for _ in model.run_requests(requests, burst_s=BATCH_MULTI_STEP_S):
+    for _ in model.run_requests(requests, BATCH_MULTI_STEP_S, share_prompts=keep):
         pass
     replicas = [rank["times"] for rank in model.gather("token_times") if rank["leads"]]
     return times_of([times for times in replicas if times])

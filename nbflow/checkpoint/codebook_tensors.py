@@ -1,10 +1,11 @@
 """4-bit matrices of bitsandbytes (NF4, FP4): codes of a codebook of 16 floats, a scale per block.
 
 ``X.weight`` has the codes of a matrix (N, K), two in a byte, the first in the high nibble, as bytes
-(N K / 2, 1).  Blocks run over the flattened matrix.  ``X.weight.quant_map`` is the codebook,
-``X.weight.absmax`` the scales of blocks, and ``X.weight.quant_state.bitsandbytes__nf4`` a JSON text
-with shape and block size.  With double quantization, scales are uint8 codes of the codebook
-``nested_quant_map``, times ``nested_absmax`` of their block, plus ``nested_offset``.
+(N K / 2, 1), or the same bytes as another type (``bnb_4bit_quant_storage``).  Blocks run over the
+flattened matrix.  ``X.weight.quant_map`` is the codebook, ``X.weight.absmax`` the scales of blocks,
+and ``X.weight.quant_state.bitsandbytes__nf4`` a JSON text with shape and block size.  With double
+quantization, scales are uint8 codes of the codebook ``nested_quant_map``, times ``nested_absmax``
+of their block, plus ``nested_offset``.
 
 Matrices are read as `nbflow_kernels.formats.nf4_fp4`, bit for bit; those with other codebooks than
 the method's, or rows that blocks of 16 do not divide, as float32.
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow.checkpoint.dtypes import ITEM_BYTES
 from nbflow.checkpoint.weight_file import Read, Span, TensorEntry
 from nbflow.utils.json_file import parse_object
 from nbflow.utils.safe_repr import shown
@@ -159,9 +161,12 @@ def _joined(held: Mapping[str, TensorEntry], name: str, stored: TensorEntry) -> 
     where = f"{stored.file.path}: tensor {shown(name)}"
     state, codes = _read_state(stored), held.get(name)
     n = math.prod(state.shape)
-    if codes is None or codes.dtype != "u8" or math.prod(codes.shape) != -(-n // 2):
+    n_bytes = -(-n // 2)
+    if codes is None or math.prod(codes.shape) * ITEM_BYTES.get(codes.dtype, 0) != n_bytes:
         found = "nothing" if codes is None else f"{codes.dtype} {codes.shape}"
-        raise UsageError(f"{where} must hold the {n} codes of {state.shape} as u8, got {found}")
+        raise UsageError(
+            f"{where} must hold the {n} codes of {state.shape} in {n_bytes} bytes, got {found}"
+        )
     nested, n_blocks = state.nested_block, -(-n // state.block)
 
     def part(ending: str, dtype: str, count: int) -> TensorEntry:
@@ -178,7 +183,7 @@ def _joined(held: Mapping[str, TensorEntry], name: str, stored: TensorEntry) -> 
             part("nested_quant_map", "f32", 256),
         )
     parts = CodebookParts(
-        replace(codes, shape=(-(-n // 2),), strides=None),
+        replace(codes, dtype="u8", shape=(n_bytes,), strides=None),
         part("absmax", "u8" if nested else "f32", n_blocks),
         part("quant_map", "f32", 16),
         of_scales,

@@ -5,12 +5,14 @@ Every key that changes the values of weights is checked; a value that is not kno
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nbflow.checkpoint.codebook_tensors import KINDS
 from nbflow.checkpoint.grouped_tensors import GroupedStorage
+from nbflow.checkpoint.module_patterns import regular, shell
 from nbflow.utils.json_file import read_object
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
@@ -65,7 +67,6 @@ def gptq(table: Mapping[str, Any], at: str) -> GroupedStorage:
     }
     check_keys(table, at, {"bits": (2, 3, 4, 8)}, required=True)
     check_keys(table, at, known)
-    _check_modules(table.get("dynamic") or {}, f"{at}.dynamic")
     version = table.get("checkpoint_format") or table.get("format") or "gptq"
     return GroupedStorage(
         "gptq",
@@ -76,15 +77,25 @@ def gptq(table: Mapping[str, Any], at: str) -> GroupedStorage:
     )
 
 
-def _check_modules(dynamic: Any, at: str) -> None:
-    """Raise unless settings of single modules of GPTQModel only say which are not quantized."""
+def gptq_modules(
+    table: Mapping[str, Any], at: str
+) -> list[tuple[re.Pattern[str], GroupedStorage | None]]:
+    """Read settings of single modules of GPTQModel (`dynamic`)."""
+    dynamic, at = table.get("dynamic") or {}, f"{at}.dynamic"
     if not isinstance(dynamic, Mapping):
         raise UsageError(f"{at} must be a table, got {shown(dynamic)}")
-    for pattern, settings in dynamic.items():
-        if not pattern.startswith("-:") and settings:
+    found: list[tuple[re.Pattern[str], GroupedStorage | None]] = []
+    for text, settings in dynamic.items():
+        name = regular(text.removeprefix("-:").removeprefix("+:"), at)
+        if text.startswith("-:"):
+            found.append((name, None))
+            continue
+        if not isinstance(settings, Mapping):
             raise UsageError(
-                f"{at}: different settings for some modules ({shown(pattern)}) are not supported"
+                f"{at}: settings of {shown(text)} must be a table, got {shown(settings)}"
             )
+        found.append((name, gptq({**table, **settings}, f"{at}.{shown(text)}")))
+    return found
 
 
 def awq(table: Mapping[str, Any], at: str) -> GroupedStorage:
@@ -141,18 +152,46 @@ def torchao(table: Mapping[str, Any], at: str) -> tuple[int, int | None] | str |
 
 def quark(table: Mapping[str, Any], at: str) -> str | GroupedStorage:
     """Read quant_method quark: return "fp8", "quark-mxfp4" or the storage of integers."""
-    for key in ("layer_quant_config", "layer_type_quant_config"):
-        if table.get(key):
-            raise UsageError(f"{at}.{key}: different settings for some modules are not supported")
+    if table.get("layer_type_quant_config"):
+        raise UsageError(
+            f"{at}.layer_type_quant_config: settings by the class of modules are not supported; "
+            "export the model with settings by name (layer_quant_config)"
+        )
+    return _quark_weights(table.get("global_quant_config"), table, f"{at}.global_quant_config", at)
+
+
+def quark_modules(
+    table: Mapping[str, Any], at: str
+) -> list[tuple[re.Pattern[str], str | GroupedStorage | None]]:
+    """Read settings of single modules of Quark (`layer_quant_config`), and those left out."""
+    settings, excluded = table.get("layer_quant_config") or {}, table.get("exclude") or []
+    if not isinstance(settings, Mapping) or not isinstance(excluded, list):
+        raise UsageError(
+            f"{at}: layer_quant_config must be a table and exclude a list, got {shown(settings)} "
+            f"and {shown(excluded)}"
+        )
+    if not settings:
+        return []
+    found: list[tuple[re.Pattern[str], str | GroupedStorage | None]] = []
+    found += [(shell(text, f"{at}.exclude"), None) for text in excluded]
+    for text, one in settings.items():
+        where = f"{at}.layer_quant_config.{shown(text)}"
+        found.append((shell(text, where), _quark_weights(one, table, where, at)))
+    return found
+
+
+def _quark_weights(
+    whole: Any, table: Mapping[str, Any], where: str, at: str
+) -> str | GroupedStorage:
+    """Read the settings of weights in a table of Quark."""
     export = table.get("export")
     if export is not None and not isinstance(export, Mapping):
         raise UsageError(f"{at}.export must be a table, got {shown(export)}")
     export = export or {}
     packs = {"pack_method": ("reorder", "order"), "weight_format": ("real_quantized",)}
     check_keys(export, f"{at}.export", packs)
-    whole = table.get("global_quant_config")
     weights = whole.get("weight") if isinstance(whole, Mapping) else None
-    at = f"{at}.global_quant_config.weight"
+    at = f"{where}.weight"
     if not isinstance(weights, Mapping):
         raise UsageError(f"{at} must be a table, got {shown(weights)}")
     dtypes = ("int4", "uint4", "fp8_e4m3", "fp4")

@@ -42,6 +42,7 @@ blocks at the edges, DeepSeek-V3's ``inference/kernel.py`` (weight_dequant).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,12 +59,15 @@ from nbflow.checkpoint.grouped_config import (
     check_keys,
     compressed,
     gptq,
+    gptq_modules,
     hqq,
     quark,
+    quark_modules,
     torchao,
 )
 from nbflow.checkpoint.grouped_tensors import GroupedStorage, grid_block, with_groups
 from nbflow.checkpoint.hqq_tensors import with_hqq
+from nbflow.checkpoint.module_patterns import EVERY, exact, target
 from nbflow.checkpoint.strided_read import is_contiguous
 from nbflow.checkpoint.torchao_tensors import with_torchao
 from nbflow.checkpoint.weight_file import TensorEntry
@@ -100,9 +104,8 @@ FLOAT8 = ("f8_e4m3", "f8_e5m2", "f8_e4m3fnuz", "f8_e5m2fnuz")
 """Element types of FP8 weights."""
 _COMPRESSED = (
     "float-quantized", "naive-quantized", "pack-quantized", "int-quantized",
-    "nvfp4-pack-quantized", "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision",
 )  # fmt: skip
-_GROUPED = {"gptq": gptq, "awq": awq}
 _DESCRIBED = {"hqq": hqq, "torchao": torchao}
 _JOIN = {"codebook": with_codebooks, "hqq": with_hqq, "torchao": with_torchao}
 """Storage whose tensors describe themselves -> function that joins them."""
@@ -129,6 +132,14 @@ class Quantization:
     planned: tuple[int, int | None] | str | None = None
     """Bits and group size, format, or codebook, of tensors that describe themselves, by the
     configuration."""
+    modules: tuple[tuple[re.Pattern[str], Quantization | None], ...] = ()
+    """Patterns of names of modules with settings of their own, the first that matches counts;
+    None: not quantized."""
+
+    def of(self, module: str) -> Quantization | None:
+        """Return the storage of a module's matrix, or None if it is not quantized."""
+        found = (settings for pattern, settings in self.modules if pattern.match(module))
+        return next(found, replace(self, modules=()))
 
     def planned_format(self, n_columns: int, dtype: object) -> str:
         """Return the format of a matrix by the configuration alone.
@@ -159,7 +170,7 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
     --------
     >>> fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     >>> read_quantization({"quantization_config": fp8}, "config.json")
-    Quantization(format='fp8', block=(128, 128), grouped=None, planned=None)
+    Quantization(format='fp8', block=(128, 128), grouped=None, planned=None, modules=())
     """
     key = next((key for key in CONFIG_KEYS if config.get(key) is not None), None)
     if key is None:
@@ -174,11 +185,12 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
         return _fp8(table, at)
     if method == "compressed-tensors":
         return _compressed(table, at)
-    if method in _GROUPED:
-        return Quantization("grouped", grouped=_GROUPED[method](table, at))
+    if method == "gptq":
+        return _grouped(gptq(table, at), gptq_modules(table, at))
+    if method == "awq":
+        return _grouped(awq(table, at))
     if method == "modelopt":
-        check_keys(table, at, {"quant_algo": ("FP8", "NVFP4")}, required=True)
-        return Quantization("fp8") if table["quant_algo"] == "FP8" else Quantization("modelopt")
+        return _modelopt(table, at)
     if method == "bitsandbytes":
         storage = bitsandbytes(table, at)
         if storage is not None:
@@ -187,11 +199,50 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
     if method in _DESCRIBED:
         return Quantization(method, planned=_DESCRIBED[method](table, at))
     if method == "quark":
-        found = quark(table, at)
+        return _grouped(quark(table, at), quark_modules(table, at))
+    return Quantization("mxfp4" if method == "mxfp4" else "fp8")
+
+
+def _grouped(
+    storage: GroupedStorage | str,
+    modules: Sequence[tuple[re.Pattern[str], GroupedStorage | str | None]] = (),
+) -> Quantization:
+    """Return a storage with those of single modules; a str is the name of a format."""
+
+    def one(found: GroupedStorage | str) -> Quantization:
         return (
             Quantization(found) if isinstance(found, str) else Quantization("grouped", None, found)
         )
-    return Quantization("mxfp4" if method == "mxfp4" else "fp8")
+
+    rules = [(name, None if found is None else one(found)) for name, found in modules]
+    return replace(one(storage), modules=tuple(rules))
+
+
+_MODELOPT = {
+    "FP8": "fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
+    "NVFP4": "modelopt",
+    "W4A16_NVFP4": "modelopt",
+}
+"""Algorithms of ModelOpt; others scale activations by column (pre_quant_scale), or need blocks."""
+
+
+def _modelopt(table: Mapping[str, Any], at: str) -> Quantization:
+    """Read quant_method modelopt."""
+    check_keys(table, at, {"quant_algo": (*_MODELOPT, "MIXED_PRECISION")}, required=True)
+    if table["quant_algo"] != "MIXED_PRECISION":
+        return Quantization(_MODELOPT[table["quant_algo"]])
+    layers = table.get("quantized_layers")
+    if not isinstance(layers, Mapping) or not layers:
+        raise UsageError(f"{at}.quantized_layers must be a table of modules, got {shown(layers)}")
+    rules: list[tuple[re.Pattern[str], Quantization | None]] = []
+    for name, settings in layers.items():
+        where = f"{at}.quantized_layers.{name}"
+        if not isinstance(settings, Mapping):
+            raise UsageError(f"{where} must be a table, got {shown(settings)}")
+        check_keys(settings, where, {"quant_algo": tuple(_MODELOPT)}, required=True)
+        rules.append((exact(name), Quantization(_MODELOPT[settings["quant_algo"]])))
+    return Quantization("modelopt", modules=(*rules, (EVERY, None)))
 
 
 def _fp8(table: Mapping[str, Any], at: str) -> Quantization:
@@ -233,13 +284,19 @@ def _compressed(table: Mapping[str, Any], at: str) -> Quantization:
     if not isinstance(groups, Mapping) or not groups:
         raise UsageError(f"{at}.config_groups must be a table of groups, got {shown(groups)}")
     format = str(table.get("format") or "")
-    found = {name: _group(g, format, f"{at}.config_groups.{name}") for name, g in groups.items()}
-    if len(set(found.values())) > 1:
-        raise UsageError(
-            f"{at}.config_groups: groups with different settings are not supported, got "
-            + ", ".join(f"{name} {group}" for name, group in found.items())
-        )
-    return next(iter(found.values()))
+    found, targets = [], []
+    for name, group in groups.items():
+        where = f"{at}.config_groups.{name}"
+        found.append(_group(group, format, where))
+        names = group.get("targets") or ["Linear"]
+        if not isinstance(names, list):
+            raise UsageError(f"{where}.targets must be a list of names, got {shown(names)}")
+        targets += [(target(text, f"{where}.targets"), found[-1]) for text in names]
+    if len(set(found)) == 1:
+        return found[0]
+    targets.sort(key=lambda each: each[0][:2])
+    rules = [(pattern, settings) for (_, _, pattern), settings in targets]
+    return replace(found[0], modules=(*rules, (EVERY, None)))
 
 
 def _group(group: Any, format: str, at: str) -> Quantization:
@@ -247,6 +304,9 @@ def _group(group: Any, format: str, at: str) -> Quantization:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise UsageError(f"{at}.weights must be a table, got {shown(weights)}")
+    formats = tuple(name for name in _COMPRESSED if name != "mixed-precision")
+    check_keys(group, at, {"format": formats}, required=format == "mixed-precision")
+    format = group.get("format") or format
     at = f"{at}.weights"
     if format.endswith("fp4-pack-quantized"):
         check_keys(weights, at, {"type": ("float",), "num_bits": (4,)}, required=True)
@@ -273,6 +333,27 @@ def with_scales(
     entries: Sequence[TensorEntry], quantization: Quantization
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
     """Join tensors with their scales; return the tensors with values, and the scales."""
+    if not quantization.modules:
+        return _with_scales(entries, quantization)
+    parts: dict[Quantization | None, list[TensorEntry]] = {}
+    for entry in entries:
+        found = quantization.of(entry.name.rpartition(".")[0])
+        parts.setdefault(found, []).append(entry)
+    values = parts.pop(None, [])
+    scales: list[TensorEntry] = []
+    for settings, some in parts.items():
+        assert settings is not None
+        joined, rest = _with_scales(some, settings)
+        values, scales = values + joined, scales + rest
+    place = {entry.name: i for i, entry in enumerate(entries)}
+    values.sort(key=lambda entry: place.get(entry.name, len(place)))
+    return values, scales
+
+
+def _with_scales(
+    entries: Sequence[TensorEntry], quantization: Quantization
+) -> tuple[list[TensorEntry], list[TensorEntry]]:
+    """Join the tensors of modules with the same settings."""
     if quantization.grouped is not None:
         return with_groups(entries, quantization.grouped)
     if quantization.format in _JOIN:

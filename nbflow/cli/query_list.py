@@ -30,7 +30,7 @@ FIELDS = ("id", "prompt", "messages", "system", "prefix", "template", "encoder_t
 RESULTS = ("text", "finish_reason", "prompt_tokens", "new_tokens")
 """Columns of the results."""
 MASK_RESULTS = ("masks",)
-"""The same with a masked language model: for each mask the most probable tokens."""
+"""Columns of the results of a masked language model: for each mask the most probable tokens."""
 _PRODUCT = ("seed", "decoding")
 """Parameters that may be a list: the query is run with each value."""
 _MAX_ROWS = 1_000_000

@@ -51,10 +51,19 @@ ARCHITECTURES = {
     "smollm3": "smollm3", "granitemoe": "granitemoe", "mpt": "mpt",
     "deepseek": "deepseek", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "gpt_oss": "gpt-oss", "seed_oss": "seed_oss", "arcee": "arcee", "ernie4_5": "ernie4_5",
-    "hunyuan": "hunyuan-dense", "exaone4": "exaone4", **RECURRENT,
+    "hunyuan": "hunyuan-dense", "exaone4": "exaone4", "exaone": "exaone", "dots1": "dots1",
+    "glm4_moe": "glm4moe", "solar_open": "glm4moe", "bailing_moe_v2": "bailingmoe2",
+    "afmoe": "afmoe", "exaone_moe": "exaone-moe", "mistral4": "mistral4",
+    "glm_moe_dsa": "glm-dsa", "ministral3": "mistral3", "olmo3": "olmo2",
+    "hunyuan_moe": "hunyuan-moe", "ernie4_5_moe": "ernie4_5-moe", "jais2": "jais2",
+    "minimax_m2": "minimax-m2", "gpt_bigcode": "starcoder", "qwen3_vl_moe": "qwen3moe",
+    "chatglm": "chatglm", "baichuan": "baichuan",
+    "iquestcoder": "llama", "sarvam_moe": "bailingmoe2", **RECURRENT,
 }  # fmt: skip
 """Families that can be written -> llama.cpp's name of the architecture."""
-QKV_IN_ONE = ("gpt2", "gptneox", "bloom", "falcon", "phi3", "mpt")
+QKV_IN_ONE = (
+    "gpt2", "gptneox", "bloom", "falcon", "phi3", "mpt", "bailingmoe2", "starcoder", "chatglm",
+)  # fmt: skip
 """Architectures with q, k and v concatenated in one tensor."""
 _MAY_DIFFER = (
     "name", "family", "tensors", "ignored_tensors", "eos_token_ids", "rope", "qkv_layout",
@@ -280,8 +289,12 @@ def _comparable(spec: ModelSpec) -> dict[str, Any]:
     """Return the values that must be equal."""
     fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
     facts = {key: value for key, value in fields.items() if key not in _MAY_DIFFER}
+    if spec.moe is not None and spec.moe.groups == 1:
+        facts["moe"] = dataclasses.replace(spec.moe, group_score="max")
     facts |= {"rope.theta": spec.rope.theta, "rope.dim": spec.rope.dim}
     facts["rope.scaling"] = _angles(spec.rope, spec.max_context)
+    if spec.rope.scaling is not None and spec.latent is not None:
+        facts["rope.softmax_factor"] = spec.rope.scaling.softmax_factor
     facts["biases"] = sorted(spec.biases)
     kinds = map(spec.kind_of, range(spec.n_layers))  # `full_layers` says which have windows
     facts["layer_kinds"] = [dataclasses.replace(kind, window=False) for kind in kinds]
@@ -304,8 +317,8 @@ def _angles(rope: RopeSpec, max_context: int) -> list[float]:
     short, factor = rope.scaling.frequencies(rope.dim, rope.theta, 1)
     longest, long_factor = rope.scaling.frequencies(rope.dim, rope.theta, max_context)
     plain = rope.theta ** (-np.arange(0, rope.dim, 2) / rope.dim)
-    factors = factor, long_factor, rope.scaling.softmax_factor
-    if factors == (1.0, 1.0, 1.0) and all(np.array_equal(f, plain) for f in (short, longest)):
+    factors = factor, long_factor
+    if factors == (1.0, 1.0) and all(np.array_equal(f, plain) for f in (short, longest)):
         return [rope.theta]  # dynamic scaling within the trained context
     return [rope.theta, *factors, *short.tolist(), *longest.tolist()]
 

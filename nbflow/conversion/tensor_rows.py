@@ -73,7 +73,7 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class ModelRows:
-    """One of our tensors, located by the model's specification, rows first."""
+    """Tensor by our name, located by the model's specification, rows first."""
 
     spec: ModelSpec
     file: WeightFile

@@ -17,6 +17,7 @@ import numpy as np
 
 from nbflow.distributed.plan import Plan
 from nbflow.distributed.quantized_all_reduce import q8_add, q8_error, q8_pack
+from nbflow_kernels.cpu.graph import GraphNode
 from nbflow_kernels.errors import UsageError
 
 
@@ -122,6 +123,17 @@ class Comm(ABC):
         for r in range(1, self.size):
             flat += gathered[r]
         self.sent["all_reduce"] += array.nbytes * (self.size - 1)
+
+    def captured_all_reduce(self, array: np.ndarray) -> GraphNode | None:
+        """Return `Allreduce` of an array as a call of a graph; None if it must be Python.
+
+        All ranks capture alike, and each runs one graph at a time.
+        """
+        return None
+
+    def bytes_sent(self) -> Counter[str]:
+        """Return `sent` with the bytes of captured all-reduces."""
+        return self.sent
 
     def Allreduce_q8(self, array: np.ndarray) -> None:
         """Replace the C-contiguous float32 `array` by the sum of all ranks' q8-quantized arrays.

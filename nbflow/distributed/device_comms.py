@@ -54,7 +54,7 @@ class Transport:
     """Transport of device arrays between ranks."""
 
     name: str
-    """One of `TRANSPORTS`."""
+    """Transport, of `TRANSPORTS`."""
     reason: str = ""
     """Why a faster transport is impossible; empty for the fastest and for a selected one."""
 

@@ -8,6 +8,7 @@ alike rejects the call, and the ranks stay usable.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from nbflow.distributed.comm import Comm, RankError, SelfComm
+from nbflow.distributed.shared_sums import SharedSums
 from nbflow.utils.rank_status import hang_seconds, status
+from nbflow_kernels.cpu.graph import GraphNode
 from nbflow_kernels.errors import UsageError
 
 
@@ -29,11 +32,12 @@ _REFUSED = object()
 
 
 class _Shared:
-    """Shared state of a communicator: a queue for each pair of ranks."""
+    """Shared state of a communicator: a queue for each pair of ranks, memory of all-reduces."""
 
     def __init__(self, size: int, failed: threading.Event) -> None:
         self.size = size
         self.queues = {(a, b): SimpleQueue[Any]() for a in range(size) for b in range(size)}
+        self.sums = SharedSums(size)
         self.failed = failed
         self.groups: dict[tuple[int, ...], _Shared] = {}
         self.lock = threading.Lock()
@@ -41,6 +45,7 @@ class _Shared:
     def abort(self) -> None:
         """Wake every waiting rank, now and later."""
         self.failed.set()
+        self.sums.fail()
         for queue in self.queues.values():
             queue.put(_FAILED)
         with self.lock:
@@ -50,6 +55,7 @@ class _Shared:
 
     def refuse(self, rank: int) -> None:
         """Break the messages that others expect from this rank in the present call."""
+        self.sums.fail()
         for (source, _), queue in self.queues.items():
             if source == rank:
                 queue.put(_REFUSED)
@@ -57,12 +63,17 @@ class _Shared:
             if rank in ranks:
                 group.refuse(ranks.index(rank))
 
+    def sums_have_failed(self) -> bool:
+        """Return whether an all-reduce of a graph, here or in a group, ended without its sum."""
+        return self.sums.has_failed or any(g.sums_have_failed() for g in list(self.groups.values()))
+
     def clear_refusals(self) -> None:
         """Remove the sentinels of `refuse` while no rank runs; messages in flight stay."""
         for queue in self.queues.values():
             kept = [value for value in _drained(queue) if value is not _REFUSED]
             for value in kept:
                 queue.put(value)
+        self.sums.clear()
         for group in list(self.groups.values()):
             group.clear_refusals()
 
@@ -112,6 +123,14 @@ class ThreadComm(Comm):
         # a copy: the sender may overwrite its array
         np.concatenate(self._all_gather(part.copy()), out=whole)
 
+    def captured_all_reduce(self, array: np.ndarray) -> GraphNode | None:
+        sums = self._shared.sums
+        return sums.all_reduce(array, self.rank) if sums.can_capture else None
+
+    def bytes_sent(self) -> Counter[str]:
+        captured = self._shared.sums.bytes_sent(self.rank)
+        return self.sent + Counter({"all_reduce": captured} if captured else {})
+
     def _send(self, array: np.ndarray, dest: int) -> None:
         self._put(array.copy(), dest)
 
@@ -145,6 +164,20 @@ class ThreadComm(Comm):
         if self.rank not in key:
             return None
         return SelfComm() if len(key) == 1 else ThreadComm(group, key.index(self.rank))
+
+    def check_sums(self) -> None:
+        """Raise if an all-reduce of a graph, which cannot raise itself, ended without its sum.
+
+        Raises
+        ------
+        RankFailure
+            If a rank waited too long for the others, or another rank left the call.
+        """
+        if self._shared.sums_have_failed():
+            raise RankFailure(
+                f"rank {self.rank} has not got the sum of an all-reduce: another rank failed, or "
+                f"did not arrive within {3 * hang_seconds():g} s"
+            )
 
     def abort(self) -> None:
         """Break all present and future communication of the other ranks."""
@@ -229,6 +262,7 @@ def _serve(
     while (function := calls.get()) is not None:
         try:
             result = function(comm)
+            comm.check_sums()
         except BaseException as error:
             if _refusal(error):
                 comm.refuse()

@@ -40,7 +40,9 @@ STREAM_MULTI_STEP_S = 16e-3
 """Seconds of decode steps per engine step where tokens are streamed: a frame of a screen.  To
 deliver tokens costs some 50 microseconds per sequence, as much as a small model takes for one."""
 BATCH_MULTI_STEP_S = 0.1
-"""The same where only the final result is needed; also the delay of a keyboard interrupt."""
+"""Seconds of decode steps per engine step where only the final result is needed.
+
+A keyboard interrupt waits as long."""
 
 
 class LLM:

@@ -340,7 +340,7 @@ class LLMEngine:
 
     @property
     def state(self) -> str:
-        """One of new, running, closing, closed, failed."""
+        """State of the engine: new, running, closing, closed or failed."""
         return self._state
 
     @property

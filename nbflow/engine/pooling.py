@@ -15,7 +15,7 @@ class Pooling:
     """Pooling method of a text, and its running sum on the rank with the head."""
 
     method: str
-    """One of `POOLINGS`."""
+    """Pooling method, of `POOLINGS`."""
     normalize: bool
     """True to normalize the vector to length 1."""
     whole: bool

@@ -71,7 +71,9 @@ class Request:
     n_top_logprobs: int = 0
     """Number of most probable tokens to report with each new one."""
     prompt_logprobs: int | None = None
-    """The same for prompt tokens: 0 for their own log-probabilities only, None for none.
+    """Number of most probable tokens to report with each prompt token.
+
+    0 reports their own log-probabilities only, None nothing.
     Disables the prefix cache for the request."""
     priority: int = 0
     """Smaller numbers are scheduled first."""

@@ -510,7 +510,7 @@ class Worker(TokenTimes):
                 self._predicted_bytes += array.nbytes * (self.comm.size - 1)
 
     def _sent(self) -> dict[str, int]:
-        return dict(sum((comm.sent for comm in self._comms), Counter()))
+        return dict(sum((comm.bytes_sent() for comm in self._comms), Counter()))
 
     def reset_traffic(self) -> None:
         """Reset the counters of sent bytes."""

@@ -543,9 +543,13 @@ class Binder:
         return self.executor.groups[op.attrs["ranks"]]
 
     def _all_reduce(self, op: Op, index: int) -> BoundOp:
-        group = self._group(op)
-        reduce = group.Allreduce_q8 if sends_q8(op) else group.Allreduce
-        return self._communication(op, group, functools.partial(reduce, self.view(op.out)))
+        group, out = self._group(op), self.view(op.out)
+        if sends_q8(op):
+            return self._communication(op, group, functools.partial(group.Allreduce_q8, out))
+        call = group.captured_all_reduce(out) if self.variant == "cpu" else None
+        if call is not None:
+            return [call]
+        return self._communication(op, group, functools.partial(group.Allreduce, out))
 
     def _all_gather(self, op: Op, index: int) -> BoundOp:
         group = self._group(op)

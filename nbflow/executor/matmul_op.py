@@ -34,7 +34,7 @@ class MatmulOp:
         self._ordered = x
         """Activations in `_order`."""
         self._rows: Int8Rows | None = None
-        """The same in int8."""
+        """Activations in int8, in the order of `_ordered`."""
 
     def launch(self, weight: Any, bias: Any, accumulate: bool, out: np.ndarray) -> None:
         """Launch the product with one weight, and before it what the activations need."""

@@ -174,6 +174,8 @@ class Link:
     """All-reduce algorithm.  "gather": all-gather, then every rank sums (the communicators of
     `nbflow.distributed`).  "one_shot": the same through shared memory.  "ring": reduce-scatter and
     all-gather, 2 (n - 1) messages.  "best": the faster of "one_shot" and "ring"."""
+    all_reduce_latency_s: float = 0.0
+    """Latency of an all-reduce by "gather", where it differs: threads of one process."""
 
     def send_s(self, n_bytes: float) -> float:
         """Return the time of one message."""
@@ -189,6 +191,8 @@ class Link:
             return 0.0
         ring = 2 * (n - 1) * (self.latency_s + n_bytes / n / self.bytes_per_s)
         at_once = self.all_gather_s(n, n_bytes)
+        if self.all_reduce_latency_s:
+            at_once += self.all_reduce_latency_s - self.latency_s
         if self.collective == "best":
             return min(ring, at_once)
         return ring if self.collective == "ring" else at_once

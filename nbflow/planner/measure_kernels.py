@@ -24,7 +24,6 @@ from nbflow.spec.architecture import HeadShape
 from nbflow_kernels import op_registry
 from nbflow_kernels.attention.cpu import launch
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
-from nbflow_kernels.benchmarks.roofline import ReadProbe
 from nbflow_kernels.cpu.graph import CpuGraph
 from nbflow_kernels.cpu.parallel_for import capture, get_num_threads, run_graph
 from nbflow_kernels.kv_cache import cpu as kv_cache
@@ -40,8 +39,8 @@ SHAPE = (1024, 4096)
 of models, since a narrow matrix would fit into the L1 cache together with the activations."""
 STREAMED_BYTES = 64 << 20
 """Size of the matrix with as many columns that is streamed from memory."""
-CURVE_MB = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
-"""Megabytes that a rank reads over and over; as far as the probe's size."""
+CURVE_MB = (4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)
+"""Megabytes of weights that a rank reads over and over; as far as the probe's size."""
 KV_FORMATS = ("f16", "q8_0", "q5_0", "q4_0")
 """Measured cache formats."""
 PAGE_SIZE = 64
@@ -79,7 +78,7 @@ class Ranks:
 
 
 def _repeated(measure: Callable[[], float], repeats: int) -> float:
-    """Return the lower quartile of repetitions, fewer ones of what takes long."""
+    """Return the lower quartile of repetitions; slow calls are repeated less often."""
     found: list[float] = []
     end = time.perf_counter() + BUDGET_S
     while len(found) < repeats and (len(found) < FEW_REPEATS or time.perf_counter() < end):
@@ -155,28 +154,60 @@ def product_rates(ranks: Ranks, format: str, arithmetic: str) -> Rates:
     many = ranks.at_once(product_timer(small, MANY_ROWS, arithmetic))
     for column in times.values():
         column.append(many)
-    return Rates((*ROWS, MANY_ROWS), **{name: tuple(found) for name, found in times.items()})
+    return Rates((*ROWS, MANY_ROWS), **without_noise(times))
+
+
+def without_noise(times: dict[str, list[float]]) -> dict[str, tuple[float, ...]]:
+    """Lower times that a disturbance has raised.
+
+    A product takes no longer than that of more rows, or than the same from a slower memory.
+    """
+    rows = np.array([times[n] for n in ("cached_s", "streamed_alone_s", "streamed_s")])
+    for axis in (1, 0):
+        rows = np.flip(np.minimum.accumulate(np.flip(rows, axis), axis), axis)
+    cached, alone, streamed = map(tuple, rows.tolist())
+    return {"cached_s": cached, "streamed_s": streamed, "streamed_alone_s": alone}
 
 
 # ---- caches -----------------------------------------------------------------------------------
 
 
-def cache_curve(ranks: Ranks, probe_bytes: int, threads: int) -> tuple[CacheCurve, float]:
-    """Return the share of repeated reads that the caches serve, and their bytes per second."""
-    sizes = [mb << 20 for mb in CURVE_MB if mb << 20 <= probe_bytes]
-    byte_s = []
-    for size in sizes:
-        probe = ReadProbe(size, threads)
-        passes = max(REPEATS, (16 << 20) // size)
-        byte_s.append(ranks.at_once(probe.seconds, passes) / probe.n_bytes)
+def cache_curve(ranks: Ranks, format: str, most_bytes: int) -> tuple[CacheCurve, float]:
+    """Return the share of a step's weights that the caches keep, and their bytes per second.
+
+    Products read matrices one after the other, over and over, as steps do.  Plain reads would not
+    tell: of 24 MB they find more than half in a cache of 32 MB, products almost nothing.
+    """
+    one = matrix(format)
+    one_bytes = float(one.packed().data.nbytes)
+    wanted = (max(1, round((mb << 20) / one_bytes)) for mb in CURVE_MB if mb << 20 <= most_bytes)
+    counts = sorted(set(wanted)) or [1]
+    weights = [one, *(matrix(format) for _ in range(counts[-1] - 1))]
+    byte_s = [
+        ranks.at_once(products_timer(weights[:n])) * SHAPE[0] * SHAPE[1] / one_bytes for n in counts
+    ]
     fastest, slowest = min(byte_s), byte_s[-1]
     span = max(slowest - fastest, 1e-3 * fastest)
     shares = [min(1.0, max(0.0, (slowest - t) / span)) for t in byte_s]
     # sizes up to the fastest are in the caches, too: short passes only take longer to begin
-    first = byte_s.index(fastest)
+    first = byte_s.index(fastest) + 1
     shares[:first] = [1.0] * first
     falling = np.minimum.accumulate(shares).tolist()
-    return CacheCurve(tuple(map(float, sizes)), tuple(falling)), 1.0 / fastest
+    return CacheCurve(tuple(n * one_bytes for n in counts), tuple(falling)), 1.0 / fastest
+
+
+def products_timer(weights: Sequence[nk.QuantTensor]) -> Callable[[], float]:
+    """Return a function that times products of one row with several matrices, per weight."""
+    codes = Int8Rows.empty(1, SHAPE[1])
+    quantized.quantize_activations(np.ones((1, SHAPE[1]), np.float32), codes)
+    out = np.empty((1, SHAPE[0]), np.float32)
+
+    def launch_products() -> None:
+        for weight in weights:
+            quantized.matmul_int8(codes, weight, None, False, out)
+
+    timed, n = timer(launch_products), sum(weight.shape[0] * weight.shape[1] for weight in weights)
+    return lambda: timed() / n
 
 
 # ---- attention and elementwise ops ------------------------------------------------------------

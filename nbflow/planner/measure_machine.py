@@ -1,16 +1,18 @@
 """Describe this machine by measuring it: its ranks are those that mpirun started, or threads.
 
 All ranks work at the same time, as they do when they run a model, so that what they share (memory,
-caches, cores) is in the numbers.  Timed several times is:
+caches, cores) is in the numbers.  Timed several times:
 
-- reading memory, all ranks at once and each alone, and repeated reads of less than that, which tell
-  what the caches keep (`nbflow_kernels.benchmarks.roofline`);
+- reading memory, all ranks at once and each alone (`nbflow_kernels.benchmarks.roofline`);
 - products in formats of each kind with 1 to 256 rows, from the caches, from memory while all ranks
-  read, and alone (`nbflow.planner.measure_kernels`);
+  read, and alone, and products of several matrices over and over, which tell what the caches keep
+  (`nbflow.planner.measure_kernels`);
 - attention over cache formats, the quantization of activations, a gate;
 - steps of the bundled model on each rank with 1 and 8 sequences, in bursts and one by one: the
   difference is the host code of a step;
 - an all-reduce of 16 KB after some work, and one of 4 MB, over all ranks: latency and rate.
+
+Of ranks with equal devices the means count, since what differs is chance.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from nbflow.distributed.thread_ranks import ThreadRanks
 from nbflow.planner.machine import Device, Link, Machine
 from nbflow.planner.measure_kernels import (
     MANY_ROWS,
+    SHAPE,
     OpTimes,
     Ranks,
     cache_curve,
@@ -41,9 +44,12 @@ from nbflow.planner.measure_kernels import (
 from nbflow.planner.rates import Rates
 from nbflow.utils import system
 from nbflow_kernels.benchmarks.roofline import ReadProbe
-from nbflow_kernels.cpu.parallel_for import set_num_threads
-from nbflow_kernels.cpu.thread_pool import available_cores
+from nbflow_kernels.cpu.cpu_quota import available_cores
+from nbflow_kernels.cpu.graph import CpuGraph
+from nbflow_kernels.cpu.parallel_for import capture, get_num_threads, run_graph, set_num_threads
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quantized_matmul import cpu as quantized
+from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 
 ARITHMETICS = ("f32", "bf16", "int8")
 FORMATS = ("f16", "q8_0", "q4_0", "q4_b32t1a", "q3h_b64t1", "q6_k", "q4_k")
@@ -63,7 +69,7 @@ EXCHANGES = 8
 """All-reduces of a repetition."""
 
 
-VERSION = 2
+VERSION = 3
 """Version of the measurement, which goes up whenever its numbers mean something else."""
 
 Load = Callable[..., Any]
@@ -144,8 +150,13 @@ def _machine(ranks: list[tuple[Device, Link | None, str]], what: str) -> Machine
     n, per_host = len(ranks), hosts.count(hosts[0])
     links = [link for _, link, _ in ranks if link is not None]
     if links:  # an exchange has ended when the last rank has it
-        slowest = Link(max(x.latency_s for x in links), min(x.bytes_per_s for x in links), "gather")
-    devices = tuple(device for device, _, _ in ranks)
+        slowest = Link(
+            max(x.latency_s for x in links),
+            min(x.bytes_per_s for x in links),
+            "gather",
+            max(x.all_reduce_latency_s for x in links),
+        )
+    devices = with_means([device for device, _, _ in ranks])
     return Machine(
         name=f"{hosts[0]}-{n}",
         devices=devices,
@@ -155,6 +166,38 @@ def _machine(ranks: list[tuple[Device, Link | None, str]], what: str) -> Machine
         sources=("measured by nbflow plan --measure (nbflow/planner/measure_machine.py)",),
         measurement=VERSION,
     )
+
+
+ALIKE = 1.2
+"""Largest ratio of the memory bandwidths of equal devices."""
+
+
+def with_means(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Return devices of which equal ones, by name and about by bandwidth, have equal numbers."""
+
+    def are_alike(a: Device, b: Device) -> bool:
+        rates = sorted((a.read_bytes_per_s, b.read_bytes_per_s))
+        return a.name == b.name and rates[1] <= ALIKE * rates[0]
+
+    return tuple(
+        _mean([other for other in devices if are_alike(device, other)]) for device in devices
+    )
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """Return the means of all numbers in equally built values."""
+    first = values[0]
+    if isinstance(first, float):
+        return sum(values) / len(values)
+    if isinstance(first, tuple):
+        return tuple(map(_mean, zip(*values, strict=True)))
+    if isinstance(first, Mapping):
+        return {key: _mean([value[key] for value in values]) for key in first}
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first)]
+        fields = {name: _mean([getattr(value, name) for value in values]) for name in names}
+        return dataclasses.replace(first, **fields)
+    return first
 
 
 def _measure_rank(
@@ -172,7 +215,7 @@ def _measure_rank(
     probe = ReadProbe(probe_bytes, threads)
     together = ranks.at_once(probe.seconds)
     alone = ranks.in_turn(probe.seconds)
-    curve, cached_rate = cache_curve(ranks, probe_bytes, threads)
+    curve, cached_rate = cache_curve(ranks, BASE, probe_bytes)
     rates: dict[str, dict[str, Rates]] = {}
     known = tuple(dict.fromkeys(("f32", *arithmetics)))  # the first one stands for unstated
     for format in dict.fromkeys((BASE, *formats)):
@@ -257,30 +300,61 @@ def _join_seconds(team: ThreadRanks) -> float:
 
 
 def _link(comm: Comm) -> Link:
-    """Return latency and rate of an all-reduce over all ranks.
+    """Return latency and rate of an all-reduce over all ranks, and the latency of messages.
 
-    Ranks reach an all-reduce of a step after some work, in which others fall asleep or hold
-    Python's lock: the latency is that of an exchange after a product, without the product.
+    Ranks reach an exchange of a step after some work, in which others fall asleep or hold Python's
+    lock: the latency is that of an exchange after a product, without the product.  All-reduces of
+    threads are calls of the step's graph; messages and all-gathers are not.
     """
-    work = product_timer(matrix(BASE), 1, "f32", sample_s=0.0)
+    others = comm.size - 1
+    after_work = _python_exchange_s(comm, SMALL_BYTES, works=True)
+    small, large = _all_reduce_s(comm, SMALL_BYTES), _all_reduce_s(comm, LARGE_BYTES)
+    first, last = small, large
+    if small is None or large is None:
+        first, last = after_work, _python_exchange_s(comm, LARGE_BYTES, works=False)
+    assert first is not None
+    assert last is not None
+    rate = others * (LARGE_BYTES - SMALL_BYTES) / max(last - first, 1e-9)
+    sending = others * SMALL_BYTES / rate
+    captured = 0.0 if small is None else max(small - sending, MINIMUM_S)
+    return Link(max(after_work - sending, MINIMUM_S), rate, "gather", captured)
 
-    def measure(n_bytes: int, works: bool) -> float:
-        array = np.zeros(n_bytes // 4, np.float32)
-        comm.Allreduce(array)
-        seconds = []
+
+def _python_exchange_s(comm: Comm, n_bytes: int, works: bool) -> float:
+    """Return the time of an all-reduce in Python, after some work or at once."""
+    work = product_timer(matrix(BASE), 1, "f32", sample_s=0.0)
+    array = np.zeros(n_bytes // 4, np.float32)
+    comm.Allreduce(array)
+    seconds = []
+    for _ in range(9):
+        comm.barrier()
+        started, worked = time.perf_counter(), 0.0
+        for _ in range(EXCHANGES):
+            if works:
+                began = time.perf_counter()
+                work()
+                worked += time.perf_counter() - began
+            comm.Allreduce(array)
+        seconds.append((time.perf_counter() - started - worked) / EXCHANGES)
+    return lower_quartile(seconds)
+
+
+def _all_reduce_s(comm: Comm, n_bytes: int) -> float | None:
+    """Return the time of an all-reduce in a graph, after some work; None if it must be Python."""
+    call = comm.captured_all_reduce(np.zeros(n_bytes // 4, np.float32))
+    if call is None:
+        return None
+    codes, weight = Int8Rows.empty(1, SHAPE[1]), matrix(BASE)
+    out = np.empty((1, SHAPE[0]), np.float32)
+    with capture() as product:
+        quantized.matmul_int8(codes, weight, None, False, out)
+    found = []
+    for calls in (product.calls, [*product.calls, call]):
+        graph, seconds = CpuGraph(calls, get_num_threads()), []
         for _ in range(9):
             comm.barrier()
-            started, worked = time.perf_counter(), 0.0
-            for _ in range(EXCHANGES):
-                if works:
-                    began = time.perf_counter()
-                    work()
-                    worked += time.perf_counter() - began
-                comm.Allreduce(array)
-            seconds.append((time.perf_counter() - started - worked) / EXCHANGES)
-        return lower_quartile(seconds)
-
-    small, large = measure(SMALL_BYTES, True), measure(LARGE_BYTES, False)
-    others = comm.size - 1
-    rate = others * (LARGE_BYTES - SMALL_BYTES) / max(large - small, 1e-9)
-    return Link(max(small - others * SMALL_BYTES / rate, 1e-7), rate, "gather")
+            started = time.perf_counter()
+            run_graph(graph, repeat=EXCHANGES)
+            seconds.append((time.perf_counter() - started) / EXCHANGES)
+        found.append(lower_quartile(seconds))
+    return max(found[1] - found[0], MINIMUM_S)

@@ -260,11 +260,15 @@ def _stored_as(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, str]:
         return {}
     of_experts = quantization.format == "mxfp4"
     dtype = config.get("torch_dtype", config.get("dtype"))
-    return {
-        name: quantization.planned_format(shape[1], dtype)
-        for name, shape in spec.tensor_shapes().items()
-        if is_matrix(name, shape)
-        and name.startswith("layers.")
-        and not name.endswith(_UNCHANGED)
-        and (".moe." in name or not of_experts)
-    }
+    found: dict[str, str] = {}
+    for name, shape in spec.tensor_shapes().items():
+        if (
+            is_matrix(name, shape)
+            and name.startswith("layers.")
+            and not name.endswith(_UNCHANGED)
+            and (".moe." in name or not of_experts)
+        ):
+            of_module = quantization.of(spec.checkpoint_name(name).rpartition(".")[0])
+            if of_module is not None:
+                found[name] = of_module.planned_format(shape[1], dtype)
+    return found

@@ -1,9 +1,9 @@
 """Predict speed and memory of a partition on a machine.
 
-A step of one pipeline stage takes the roofline time of its ops, the communication among its ranks,
-and its host code.  Batches are divided into micro-batches and long prompts into chunks, so that all
-stages are busy.  With stage times t_s, time d of the messages between stages and m micro-batches, a
-decode step takes
+A step of one pipeline stage takes the time of its ops (measured, else the roofline's), of the
+communication among its ranks, and of its host code.  Batches are divided into micro-batches and
+long prompts into chunks, so that all stages are busy.  With stage times t_s, time d of the messages
+between stages and m micro-batches, a decode step takes
 
     max(sum(t_s) + d, m * max(t_s)),
 
@@ -237,7 +237,8 @@ class _Pipeline:
     def prefill(self, workload: Workload) -> tuple[float, StepShape]:
         """Return the time of the prefill, and its largest step."""
         budget = self._config.max_step_tokens
-        together = max(1, min(workload.batch, budget // workload.prompt))
+        share = -(-workload.batch // len(self.stages))  # of a stage, as in `Pipeline`
+        together = max(1, min(share, budget // workload.prompt))
         n_new = min(workload.prompt, budget)
         ends = [*range(n_new, workload.prompt, n_new), workload.prompt]
         steps = [

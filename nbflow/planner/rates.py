@@ -32,7 +32,7 @@ class Rates:
     streamed_s: tuple[float, ...]
     """Seconds per weight, read from memory while all other ranks read, too."""
     streamed_alone_s: tuple[float, ...]
-    """The same while no other rank reads."""
+    """Seconds per weight, read from memory while no other rank reads."""
 
     def check(self, where: str) -> None:
         """Raise `UsageError` unless the lists belong together."""

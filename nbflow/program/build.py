@@ -434,7 +434,8 @@ def _feed_forward(spec: ModelSpec, i: int, source: str) -> list[Op]:
         ops = _experts_beside_dense(spec, i, source)
     else:
         ops = _experts(spec, i, source)
-    return [*ops, add(spec, "x", "o", i, spec.ffn_output_scale)]
+    factor = spec.moe.output_scale if spec.moe is not None and spec.has_experts(i) else 1.0
+    return [*ops, add(spec, "x", "o", i, factor * spec.ffn_output_scale)]
 
 
 def _dense(spec: ModelSpec, i: int, source: str) -> list[Op]:
@@ -484,7 +485,7 @@ def _sparsity(spec: ModelSpec, i: int, gate: str, size: int) -> list[Op]:
 
 
 def _experts_beside_dense(spec: ModelSpec, i: int, source: str) -> list[Op]:
-    """Return a dense network and experts, each with norms of its own; it writes o."""
+    """Return a dense network and experts, each with its own norms; their sum is written to o."""
     attrs = {"norm": "rms", "eps": spec.norm_eps}
 
     def normed(name: str, source: str, out: str) -> Op:

@@ -36,7 +36,7 @@ _PARTIAL = ("o", "nt_nb_nc", "kb")
 
 
 def _base(program: Program, name: str) -> str | None:
-    """Return the buffer of which one is some columns."""
+    """Return the whole buffer of a name that stands for some of its columns."""
     return program.buffers[name].base if name in program.buffers else None
 
 

@@ -174,7 +174,7 @@ class ModelOptions(_LoadFields):
     encoder_template: str | None = None
     """Query template of a model with an encoder for what that reads: {__zh__}{ }{query}{</s>}."""
     decoder_template: str | None = None
-    """The same for what the decoder begins with: {#2}{__en__}{res_prefix}."""
+    """Query template of the decoder's first tokens: {#2}{__en__}{res_prefix}."""
     defaults: dict[str, Any] = Field(default={})
     """Default sampling parameters of requests, e.g. temperature = 0.7."""
     engine: EngineSection = EngineSection()

@@ -175,7 +175,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """Constraint of the output, as in vLLM: one of these."""
+    """Constraint of the output, as in vLLM: exactly one field is set."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool = False
@@ -238,7 +238,7 @@ class GenerationBody(_OptionFields):
     structured_outputs: StructuredOutputs | None = None
     """JSON of a schema, a regular expression, a choice, or a grammar."""
     return_token_ids: bool = False
-    """Also send token ids."""
+    """Send token ids besides the text."""
     return_tokens_as_token_ids: bool = False
     """Show tokens in log-probabilities as ``token_id:123``."""
 
@@ -411,7 +411,7 @@ class TokenizeBody(Body):
     chat_template: str | None = None
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     return_token_strs: bool = False
-    """Also send the tokens as text of the vocabulary."""
+    """Send the tokens' spelling in the vocabulary besides their ids."""
 
     instead: ClassVar[dict[str, str]] = {"content": "use prompt", "text": "use prompt"}
 

@@ -86,6 +86,7 @@ class MoeSpec:
     shared_size: int = 0
     shared_gate: bool = False
     layers: frozenset[int] = frozenset()
+    output_scale: float = 1.0
     beside_dense: bool = False
     """The experts are added to a dense network; router and experts have norms of their own."""
 
@@ -359,6 +360,7 @@ class Architecture:
     state_format: str = "f32"
     """Storage format of recurrent states (`nbflow_kernels.state_format`)."""
     output_gate: bool = False
+    output_gate_by_head: bool = False
     temperature: TemperatureSpec | None = None
     """Factor of the queries by position."""
     attn_input_scale: float = 1.0
@@ -391,6 +393,8 @@ class Architecture:
     qk_norm_weight: bool = True
     qk_norm_layers: Literal["all", "rotated"] = "all"
     qkv_layout: Literal["blocks", "groups"] = "blocks"
+    qkv_groups: int = 0
+    qkv_order: Literal["qkv", "qvk"] = "qkv"
     gate_up_layout: Literal["blocks", "neighbours"] = "blocks"
     experts_transposed: bool = False
     position: Literal["rope", "alibi", "relative", "learned", "sinusoidal", "none"] = "rope"

@@ -83,6 +83,14 @@ def _problems(spec: Architecture) -> Iterator[str]:
     yield from _plugin_op_problems(spec)
     if spec.is_recurrent:
         yield from _recurrent_problems(spec)
+    if spec.output_gate_by_head and spec.transposed:
+        yield "output_gate_by_head needs matrices that are not transposed"
+    groups = spec.qkv_groups
+    if groups and (spec.n_heads % groups or spec.n_kv_heads % groups):
+        yield (
+            f"qkv_groups must divide n_heads and n_kv_heads, got {groups} for {spec.n_heads} and "
+            f"{spec.n_kv_heads}"
+        )
     if spec.output_gate and spec.latent is not None:
         yield "output_gate goes without latent attention (kv_rank)"
     if spec.attention is not None:

@@ -80,7 +80,7 @@ class ConfigRule:
     """Word -> tensor of a layer, ``{i}``: the word of each layer is the first whose tensor the
     checkpoint has; for layer_types, or with `where`."""
     largest: bool = False
-    """Of a key with a number for each layer, the largest counts."""
+    """Take the largest number of a key that has one for each layer."""
     count: bool = False
     """Number of layers: the length of a key that has an entry or letter for each layer."""
     kinds: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ class OnlyRule:
     """Supported values of a key that changes the computation."""
 
     values: tuple[Any, ...] = ()
-    """These, besides null."""
+    """Supported values; null is always supported."""
     when: dict[str, Any] = field(default_factory=dict)
     """Values of other keys without which the key has no effect."""
 
@@ -200,9 +200,12 @@ def _find(name: str, where: str, beside: Path | None) -> Path:
 def family_of(model_type: Any, where: str) -> Family:
     """Return the family of a ``model_type``."""
     if not isinstance(model_type, str) or model_type not in _served():
+        of_gguf = str(model_type).startswith("gguf-")
+        available = [kind for kind in _served() if kind.startswith("gguf-") == of_gguf]
         raise UsageError(
-            f"{where}: {unknown_name('model_type', model_type, _served())}; a spec file that names "
-            "a family can say how to read this model"
+            f"{where}: {unknown_name('model_type', model_type, available)}; a file for --spec says "
+            'how to read another one, most shortly with extends = "FAMILY" '
+            "(docs/bring_your_own_architecture.md)"
         )
     return get_family(_served()[model_type], where)
 

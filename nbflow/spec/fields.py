@@ -202,10 +202,18 @@ FIELDS: dict[str, Field] = {
     "output_gate": Field(
         bool, "multiply the heads' outputs by sigmoid(attn.gate), a projection of the input", False
     ),
+    "output_gate_by_head": Field(
+        bool, "attn.gate has a row for each head, not for each column of the heads' outputs", False
+    ),
     "qkv_layout": Field(
         ("blocks", "groups"),
-        "rows of a fused attn.qkv: all q, all k, all v; or q, k, v of each key/value head",
+        "rows of a fused attn.qkv: all q, all k, all v; or q, k, v of each key/value head, or of "
+        "each of qkv_groups groups of heads",
         "blocks",
+    ),
+    "qkv_groups": Field(int, "groups of qkv_layout groups; n_kv_heads if 0", 0, most=MAX_HEADS),
+    "qkv_order": Field(
+        ("qkv", "qvk"), "order of the rows of q, k and v in a fused attn.qkv or a group", "qkv"
     ),
     # recurrent layers
     "conv_kernel": Field(
@@ -313,7 +321,9 @@ FIELDS: dict[str, Field] = {
         float, "fraction of each head's columns that is rotated", 1.0, least=0.0, most=1.0
     ),
     "rope_scaling": Field(
-        dict, "table as in config.json: rope_type linear, dynamic, yarn, llama3, longrope", None
+        dict,
+        "table as in config.json: rope_type linear, dynamic, yarn, llama3, longrope, proportional",
+        None,
     ),
     "rope_original_context": Field(
         int, "length before the scaling, if the table lacks it", None, least=1
@@ -321,11 +331,18 @@ FIELDS: dict[str, Field] = {
     "rope_truncate": Field(
         bool, "YaRN: round the ends of the ramp to whole pairs; wins over the table", None
     ),
+    "rope_thetas": Field(
+        [float],
+        "base of each layer, 0 where it is not rotated: one base in the layers with the window, "
+        "one in the others; wins over rope_theta, local_rope_theta and rope_layers",
+        (),
+    ),
     "rope_layers": Field(
         [int], "1 or 0 per layer: rotated or not; wins over the two fields below", ()
     ),
     "unrotated_every": Field(int, "every n-th layer is not rotated; 0: all are", 0),
     "rope_windows_only": Field(bool, "only layers with the window are rotated", False),
+    "rotated_layers": Field([int], "layers that rotate in spite of rope_windows_only", ()),
     "local_n_kv_heads": Field(
         int,
         "heads of keys and values in the layers with the window; n_kv_heads if absent",
@@ -440,6 +457,9 @@ FIELDS: dict[str, Field] = {
         "the experts are added to the dense feed-forward network; both, and the router, have norms "
         "of their own, and each expert a factor",
         False,
+    ),
+    "experts_output_scale": Field(
+        float, "factor of the sum of the experts' outputs and the shared expert's", 1.0
     ),
     "shared_gate": Field(bool, "multiply the shared expert by sigmoid(gate)", False),
     "dense_first": Field(int, "number of first layers without experts", 0),

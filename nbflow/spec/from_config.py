@@ -16,7 +16,8 @@ from nbflow.spec.architecture import (
     LayerKind,
     MoeSpec,
 )
-from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, encoder_of
+from nbflow.spec.config_lookup import full_key, holds, lookup, same_value
+from nbflow.spec.family import ConfigRule, Family, encoder_of
 from nbflow.spec.fields import FIELDS, MAX_ITEMS, REQUIRED, check_field
 from nbflow.spec.formula import evaluate
 from nbflow.spec.layer_types import (
@@ -28,9 +29,9 @@ from nbflow.spec.layer_types import (
 )
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.per_layer_config import check_layer_keys
-from nbflow.spec.positions import ropes, temperature, unrotated
+from nbflow.spec.positions import ropes, temperature, theta_by_layer, unrotated
 from nbflow.spec.recurrent import delta, selective, state_space
-from nbflow.spec.tensor_names import FUSED
+from nbflow.spec.stored_names import ignored_patterns, name_biases, stored_biases, stored_names
 from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import check_value
 from nbflow_kernels.errors import UsageError
@@ -41,8 +42,6 @@ WAY_AROUND = (
     "be the op of a plugin (docs/bring_your_own_architecture.md)"
 )
 """Format of the advice on an unsupported value: family and key."""
-N_BEHIND = 4
-"""Layers for the prediction of several tokens that a checkpoint may hold behind the last one."""
 
 
 def build_spec(
@@ -112,15 +111,16 @@ def build_spec(
     check_layer_keys(family, config, kinds, values["n_layers"], where)
     moe = _moe(values)
     layers = first_layers(values["n_layers"], kinds, frozenset() if moe is None else moe.layers)
-    names = _names(family, tensors or {}, layers, held)
-    _name_biases(names)
+    names = stored_names(family, tensors or {}, layers, held)
+    name_biases(names)
     no_transform = checkpoint_tensors is not None and names.get("transform.weight") not in held
     if values["head_transform"] and no_transform:
         # an encoder without the head it was trained with
         values |= {"head": False, "head_transform": False, "head_bias": False}
+    full_layers = _full_layers(values, kinds)
+    values |= theta_by_layer(values, full_layers, where)
     rope, local_rope, softmax_factor = ropes(values, where, rope_divisors)
     sm_scale = values["sm_scale"]
-    full_layers = _full_layers(values, kinds)
     same = {field.name: values[field.name] for field in fields(ModelSpec) if field.name in FIELDS}
     has_classifier = all(names.get(f"{part}.weight") in held for part in ("pooler", "classifier"))
     same["classifier"] = (
@@ -155,41 +155,13 @@ def build_spec(
             selective=selective(values),
             moe=moe,
             tensors=names,
-            ignored_tensors=_ignored(
+            ignored_tensors=ignored_patterns(
                 (*family.ignored_tensors, *ignored_tensors), values["n_layers"]
             ),
-            biases=_biases(family, config, where, names, held, values, kinds),
+            biases=stored_biases(family, config, where, names, held, values, kinds),
         )
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
-
-
-def lookup(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key, or None if it is null or absent.
-
-    A number enters a list, -1 its end; ``*`` stands for every key of a table, if all say the same.
-    """
-    value: Any = config
-    first, *rest = _full(config, key).split(".*.", 1)
-    if rest:
-        found = lookup(config, first)
-        inner = (
-            [lookup(item, rest[0]) for item in found.values()] if isinstance(found, dict) else []
-        )
-        return inner[0] if inner and all(_same(item, inner[0]) for item in inner) else None
-    for part in first.split("."):
-        if isinstance(value, list) and part.removeprefix("-").isdecimal():
-            value = value[int(part)] if -len(value) <= int(part) < len(value) else None
-        else:
-            value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def _full(config: Mapping[str, Any], key: str) -> str:
-    """Return a key with ``{arch}`` replaced by the architecture of a GGUF file."""
-    if "{arch}" not in key:
-        return key
-    return key.replace("{arch}", str(lookup(config, "general.architecture")))
 
 
 # ---- fields -----------------------------------------------------------------------------------
@@ -200,26 +172,15 @@ def _refuse_unsupported(family: Family, config: Mapping[str, Any], where: str) -
     read_quantization(config, where)
     for key, rule in family.only.items():
         value = lookup(config, key)
-        if value is None or any(_same(value, other) for other in rule.values):
+        if value is None or any(same_value(value, other) for other in rule.values):
             continue
-        if _holds(rule.when, config):
+        if holds(rule.when, config):
             can = " or ".join(["null", *map(repr, rule.values)])
             also = "".join(f", with {k} = {v!r}," for k, v in rule.when.items())
             raise UsageError(
-                f"{where}: {_full(config, key)} = {shown(value):.120}{also} is not supported by "
+                f"{where}: {full_key(config, key)} = {shown(value):.120}{also} is not supported by "
                 f"family {family.name!r}; it must be {can}.  {WAY_AROUND.format(family.name, key)}"
             )
-
-
-def _holds(when: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Return whether the configuration meets the conditions of a rule."""
-    found = ((lookup(config, key), wanted) for key, wanted in when.items())
-    return all(v is None if wanted == ABSENT else _same(v, wanted) for v, wanted in found)
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Return whether two configuration values are equal; true is not 1."""
-    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def _values(
@@ -279,7 +240,7 @@ def _from_config(
     held: Collection[str],
 ) -> Any:
     """Return the value of a field by one rule, or None."""
-    if not _holds(rule.when, config):
+    if not holds(rule.when, config):
         return None
     if rule.has:
         words = words_by_tensor(rule.has, values["n_layers"], held)
@@ -300,7 +261,7 @@ def _from_config(
                 raise UsageError(f"{where}: {key}: may have at most {MAX_ITEMS} entries")
             return layers_with(rule.where, each)
         if rule.values:
-            at = f"{where}: {_full(config, key)}"
+            at = f"{where}: {full_key(config, key)}"
             if isinstance(value, str) and isinstance(FIELDS[field].kind, list):  # a letter each
                 return _letters(value, rule.values, at)
             if not isinstance(value, list) or not isinstance(FIELDS[field].kind, list):
@@ -309,12 +270,14 @@ def _from_config(
         if isinstance(value, str):
             value = FIELDS[field].aliases.get(value, value)
         elif isinstance(value, list) and value and rule.largest:
-            value = max(check_value(value, f"{where}: {_full(config, key)}", [FIELDS[field].kind]))
+            value = max(
+                check_value(value, f"{where}: {full_key(config, key)}", [FIELDS[field].kind])
+            )
         elif isinstance(value, list) and FIELDS[field].kind in (int, float):
-            value = _common(value, f"{where}: {_full(config, key)}")
+            value = _common(value, f"{where}: {full_key(config, key)}")
         elif isinstance(value, int | float) and FIELDS[field].kind in ([int], [float]):
             value = [value]  # one for all layers
-        return check_field(value, f"{where}: {_full(config, key)}", FIELDS[field])
+        return check_field(value, f"{where}: {full_key(config, key)}", FIELDS[field])
     if rule.same_as is not None:
         other = values.get(rule.same_as)
         if other is None or other is REQUIRED:
@@ -329,7 +292,7 @@ def _from_config(
 
 def _common(each: Sequence[Any], where: str) -> Any:
     """Return the number that a list states for each layer."""
-    if not each or any(not _same(other, each[0]) for other in each):
+    if not each or any(not same_value(other, each[0]) for other in each):
         can = "one number, or a list of the same number for each layer"
         raise UsageError(f"{where}: must be {can}, got {shown(each)}")
     return each[0]
@@ -379,7 +342,7 @@ def _check_layers(
 ) -> None:
     """Refuse more layers than the checkpoint has tensors, before any work per layer."""
     if held and n > len(held):
-        keys = _full(config, _sources(family.config.get("n_layers", ())) or "n_layers")
+        keys = full_key(config, _sources(family.config.get("n_layers", ())) or "n_layers")
         raise UsageError(
             f"{where}: {keys} states {n} layers; a layer has at least one tensor, but the "
             f"checkpoint holds {len(held)} in all; correct the number or name the right weights"
@@ -498,103 +461,7 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
         shared_size=values["shared_size"],
         shared_gate=values["shared_gate"],
         layers=layers,
+        output_scale=values["experts_output_scale"],
         beside_dense=values["experts_beside_dense"],
         **{name: values[f"router_{name}"] for name in router},
     )
-
-
-# ---- tensors ----------------------------------------------------------------------------------
-
-
-def _ignored(patterns: Sequence[str], n_layers: int) -> tuple[str, ...]:
-    """Return patterns of tensors with numbers for ``{behind}``, layers behind the last one."""
-    numbers = range(n_layers, n_layers + N_BEHIND)
-    found = (pattern.replace("{behind}", str(n)) for pattern in patterns for n in numbers)
-    return tuple(dict.fromkeys(found))
-
-
-def _names(
-    family: Family,
-    tensors: Mapping[str, Sequence[str]],
-    layers: Sequence[int],
-    checkpoint: Collection[str],
-) -> dict[str, str]:
-    """Return the name of each tensor: the first allowed one that the checkpoint has."""
-
-    def present(name: str) -> bool:
-        return any(name.replace("{i}", str(i)).replace("{j}", "0") in checkpoint for i in layers)
-
-    chosen = {}
-    for ours, allowed in {**family.tensors, **tensors}.items():
-        if ours in tensors or not family.prefix:
-            candidates = list(allowed)
-        else:
-            bare = [name.removeprefix(family.prefix) for name in allowed]
-            candidates = [*allowed, *bare, *(family.prefix + name for name in bare)]
-        candidates += [
-            other + name.removeprefix(prefix)
-            for prefix, others in family.prefixes.items()
-            for name in allowed
-            for other in others
-            if name.startswith(prefix)
-        ]
-        if candidates:
-            chosen[ours] = next(filter(present, candidates), candidates[0])
-    _prefer_stored(chosen, present)
-    return chosen
-
-
-def _prefer_stored(names: dict[str, str], present: Any) -> None:
-    """Keep either a fused matrix or its members, as the checkpoint stores them."""
-    for fused, parts in FUSED.items():
-        for kind in ("weight", "bias"):
-            whole = f"layers.{{i}}.{fused}.{kind}"
-            if whole in names and present(names[whole]):
-                for part in parts:
-                    names.pop(f"layers.{{i}}.{part}.{kind}", None)
-            elif all(f"layers.{{i}}.{part}.{kind}" in names for part in parts):
-                names.pop(whole, None)
-
-
-def _name_biases(names: dict[str, str]) -> None:
-    """Name each bias like its weight, unless the family names it."""
-    for ours, theirs in list(names.items()):
-        if ours.endswith(".weight") and theirs.endswith(".weight"):
-            bias = ours.removesuffix(".weight") + ".bias"
-            names.setdefault(bias, theirs.removesuffix(".weight") + ".bias")
-
-
-def _biases(
-    family: Family,
-    config: Mapping[str, Any],
-    where: str,
-    names: Mapping[str, str],
-    checkpoint: Collection[str],
-    values: Mapping[str, Any],
-    kinds: Sequence[LayerKind],
-) -> frozenset[str]:
-    biases: set[str] = set()
-    for switch, parts in family.biases.items():
-        if switch == STORED:
-            layers = first_layers(values["n_layers"], kinds)
-            biases.update(part for part in parts if _bias_stored(part, names, checkpoint, layers))
-        elif switch == ALWAYS or _switch(config, switch, where):
-            biases.update(parts)
-    return frozenset(biases if values["gated"] else biases - {"ffn.gate", "shared.gate"})
-
-
-def _bias_stored(
-    part: str, names: Mapping[str, str], checkpoint: Collection[str], layers: Sequence[int]
-) -> bool:
-    """Return whether the checkpoint has the bias of a matrix, possibly fused."""
-    wholes = [part, *(fused for fused, parts in FUSED.items() if part in parts)]
-    keys = [names.get(f"layers.{{i}}.{whole}.bias") for whole in wholes]
-    return any(
-        key is not None and key.replace("{i}", str(i)) in checkpoint for key in keys for i in layers
-    )
-
-
-def _switch(config: Mapping[str, Any], key: str, where: str) -> bool:
-    """Return a boolean key, false if absent."""
-    value = lookup(config, key)
-    return value is not None and bool(check_value(value, f"{where}: {key}", bool))

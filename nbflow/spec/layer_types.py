@@ -16,10 +16,12 @@ from nbflow_kernels.errors import UsageError
 def types_of(
     stated: Any, rule: ConfigRule, n: int, where: str, offset: Any = None
 ) -> tuple[str, ...]:
-    """Return layer_types from numbers of layers, or n for every n-th layer.
+    """Return layer_types from numbers of layers, n for every n-th layer, or a boolean for each.
 
-    The first of the latter is `offset`, by default n - 1.
+    The first of every n layers is `offset`, by default n - 1; false is the first kind.
     """
+    if isinstance(stated, list) and stated and all(isinstance(item, bool) for item in stated):
+        return tuple(rule.kinds[item] for item in stated[:MAX_ITEMS])
     if rule.from_one and isinstance(stated, list):
         stated = [i - 1 if type(i) is int else i for i in stated]
     if isinstance(stated, int) and not isinstance(stated, bool):

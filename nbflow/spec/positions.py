@@ -140,8 +140,41 @@ def unrotated(values: Mapping[str, Any], full_layers: frozenset[int], where: str
             )
         return frozenset(i for i, rotates in enumerate(flags) if not rotates)
     if values["rope_windows_only"]:
-        return full_layers if values["window"] is not None else frozenset(range(n))
+        still = full_layers if values["window"] is not None else frozenset(range(n))
+        return still - set(values["rotated_layers"])
     return frozenset(i for i in range(n) if every and (i + 1) % every == 0)
+
+
+def theta_by_layer(
+    values: Mapping[str, Any], full_layers: frozenset[int], where: str
+) -> dict[str, Any]:
+    """Return the fields of rotation that follow from a base for each layer (rope_thetas)."""
+    thetas, n = values["rope_thetas"], values["n_layers"]
+    if not thetas:
+        return {}
+    if len(thetas) != n or not all(theta == 0 or theta >= 1 for theta in thetas):
+        raise UsageError(
+            f"{where}: rope_thetas must be {n} numbers, one for each layer, 0 or at least 1, got "
+            f"{list(thetas)!r:.80}"
+        )
+    windowed = values["window"] is not None
+    local = {thetas[i] for i in range(n) if windowed and i not in full_layers} - {0}
+    usual = {thetas[i] for i in range(n) if not windowed or i in full_layers} - {0}
+    if len(local) > 1 or len(usual) > 1:
+        raise UsageError(
+            f"{where}: rope_thetas must have one base in the layers with the window, and one in "
+            f"the others, got {sorted(map(float, local))} and {sorted(map(float, usual))}"
+        )
+    theta = next(iter(usual or local), values["rope_theta"])
+    found = {"rope_theta": theta, "rope_layers": tuple(int(theta > 0) for theta in thetas)}
+    if local and local != {theta}:
+        if _scaling_table(values) and _kind(values["rope_scaling"]) != "default":
+            raise UsageError(
+                f"{where}: rope_thetas with another base in the layers with the window go without "
+                "rope_scaling"
+            )
+        found["local_rope_theta"] = next(iter(local))
+    return found
 
 
 def temperature(values: Mapping[str, Any], where: str) -> TemperatureSpec | None:

@@ -74,6 +74,8 @@ def find_layout(
     if whole in LATENT_MATRICES:
         return _head_part(spec, layer, whole, our_shape)
     transposed = spec.transposed and len(our_shape) == 2
+    if whole == "attn.gate" and spec.output_gate_by_head and pattern is not None:
+        return _gate_by_head(spec, pattern.replace("{i}", layer), our_shape)
     if pattern is not None and "{i}" not in pattern:  # a vector with numbers of each layer
         row = int(layer)
         return TensorLayout(pattern, (spec.n_layers, *our_shape), ((row, row + 1),))
@@ -84,6 +86,8 @@ def find_layout(
             transposed=transposed,
         )
     for fused, members in FUSED.items():
+        if fused == "attn.qkv" and spec.qkv_order == "qvk":
+            members = (members[0], members[2], members[1])
         pattern = spec.tensors.get(f"layers.{{i}}.{fused}.{kind}")
         if whole in members and pattern is not None:
             copies = [_key_copies(spec, fused, m) for m in members]
@@ -130,13 +134,20 @@ def _key_copies(spec: Architecture, fused: str, member: str) -> int:
 def _fused_groups(spec: Architecture, fused: str) -> int:
     """Return the number of groups of rows, each with the rows of every member."""
     if fused == "attn.qkv" and spec.qkv_layout == "groups":
-        return spec.n_kv_heads
+        return spec.qkv_groups or spec.n_kv_heads
     if fused in ("attn.q_gate", "lightning.qkv"):
         return spec.n_heads
     if fused in ("delta.qkvz", "delta.ba"):
         assert spec.delta is not None
         return spec.delta.key_heads
     return 1
+
+
+def _gate_by_head(spec: Architecture, name: str, shape: tuple[int, ...]) -> TensorLayout:
+    """Locate a gate with a row for each head, which our matrix holds for each of its columns."""
+    columns = shape[0] // spec.n_heads
+    rows = tuple((h, h + 1) for h in range(spec.n_heads) for _ in range(columns))
+    return TensorLayout(name, (spec.n_heads, *shape[1:]), rows)
 
 
 def _head_norm(

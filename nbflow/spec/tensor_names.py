@@ -16,9 +16,9 @@ SSM = (*(f"ssm.{name}" for name in ("z", "x", "b", "c", "dt", "out")), *_SSM_CON
 SSM_VECTORS = ("ssm.a_log", "ssm.dt_bias", "ssm.d")
 """Logarithm of the decay rates, what is added to the time steps, weight of the skip connection."""
 XIELU = tuple(f"ffn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
+"""Numbers of a layer's xIELU."""
 STACKED_NUMBERS = frozenset(f"layers.{{i}}.{name}.weight" for name in XIELU)
 """Numbers of each layer, which a checkpoint may store as one vector."""
-"""Numbers of a layer's xIELU."""
 DELTA_RANKS = ("delta.a_low", "delta.z_low")
 """Compressed decays and output gates."""
 LIGHTNING = tuple(f"lightning.{name}" for name in ("q", "k", "v", "gate", "out"))
@@ -27,7 +27,8 @@ MAMBA1 = tuple(f"mamba1.{name}" for name in ("x", "z", "conv", "dt_a", "b", "c",
 """Mamba-1: values, output gate, convolution, compressed time steps, input and output vectors, time
 steps, output."""
 MAMBA1_VECTORS = ("mamba1.a_log", "mamba1.dt_bias", "mamba1.d")
-"""As `SSM_VECTORS`; a_log has a row per channel."""
+"""Mamba-1: logarithm of the decay rates, a row per channel; what is added to the time steps; weight
+of the skip connection."""
 EXPERT_PROJECTIONS = ("experts.in", "experts.out")
 """Projections before and behind all experts of a layer (expert_latent_size)."""
 SHARED_MATRICES = tuple(f"shared.{part}" for part in ("gate", "up", "down"))

@@ -28,9 +28,11 @@ FAMILIES = GOLDEN.parent / "families"
 FORMATS = {
     "awq_4_64": "uint4_g64",
     "bnb_fp4": "fp4_b64",
+    "bnb_fp4_double_as_bf16": "fp4_b64",
     "bnb_int8": "int8_g128_f32",
     "bnb_nf4": "nf4_b64",
     "bnb_nf4_double": "nf4_b64",
+    "ct_mixed": "int3_g32",
     "ct_mxfp4": "mxfp4",
     "ct_nvfp4": "e2m1_g16_f32",
     "gptq_2_32_sym": "int2_g32",
@@ -278,6 +280,7 @@ def test_inspect_names_act_order(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (stated("gptq_4_128_sym"), "int4_g128"),
         (stated("gptq_4_32_act"), "uint4_g32"),
+        (stated("gptq_4_32_act") | {"dynamic": {r".*\.q_proj": {"bits": 8}}}, "uint8_g32"),
         (stated("awq_4_64"), "uint4_g64"),
         (stated("pack_4_32"), "int4_g32"),
         (stated("pack_8_128"), "int8_g128"),
@@ -339,6 +342,43 @@ def test_a_config_of_modelopt(tmp_path: Path):
 
 
 GPTQ = stated("gptq_4_32")
+OTHER_BITS = {"bits": 8, "group_size": -1, "sym": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        (
+            "gptq_4_32",
+            GPTQ | OTHER_BITS | {"dynamic": {"-:.*Y": {}, r"+:.*\.X$": GPTQ, ".*": OTHER_BITS}},
+        ),
+        (
+            "quark_int4",
+            {
+                "quant_method": "quark",
+                "export": stated("quark_int4")["export"],
+                "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
+                "exclude": ["lm_head"],
+                "layer_quant_config": {"*.X": stated("quark_int4")["global_quant_config"]},
+            },
+        ),
+        (
+            "modelopt_nvfp4",
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {
+                    "layers.0.Y": {"quant_algo": "FP8"},
+                    "layers.0.X": {"quant_algo": "NVFP4", "group_size": 16},
+                },
+            },
+        ),
+    ],
+)
+def test_settings_of_single_modules(name: str, config: dict[str, Any], tmp_path: Path):
+    with opened(tmp_path, GOLDEN / f"{name}.safetensors", config) as weights:
+        assert weights.dtype(X) == FORMATS[name]
+        np.testing.assert_array_equal(weights.array(X), weights.array("expected"))
 
 
 @pytest.mark.parametrize("groups", ["permuted", "zeros", None])
@@ -395,7 +435,16 @@ def test_wrong_tensors(change, config, message, tmp_path: Path):
     [
         ({"quant_method": "gptq", "bits": 5}, r"bits = 5 is not supported; it must be 2 or 3 or"),
         ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "group_size must be a number"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": 1}}, "dynamic: different settings"),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"a": 1}},
+            "settings of 'a' must be a table",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": {"bits": 5}}}, r"'a'\.bits = 5 is"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"(a|aa)*b": {}}}, "repeated groups"),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"a(": {}}},
+            "must be a regular expression",
+        ),
         ({"quant_method": "gptq", "bits": 4, "dynamic": [1]}, "dynamic must be a table, got"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version = 'gemv' is not support"),
         ({"quant_method": "bitsandbytes"}, "load_in_8bit = None is not supported"),
@@ -403,8 +452,16 @@ def test_wrong_tensors(change, config, message, tmp_path: Path):
         ({"quant_method": "higgs"}, "quant_method = 'higgs' is not supported"),
         ({"quant_method": "quark"}, "global_quant_config.weight must be a table, got None"),
         (
-            {"quant_method": "quark", "layer_quant_config": {"a": {}}},
-            "layer_quant_config: different settings for some modules",
+            stated("quark_int4") | {"layer_quant_config": {"a": {}}},
+            r"layer_quant_config\.'a'\.weight must be a table, got None",
+        ),
+        (
+            stated("quark_int4") | {"layer_type_quant_config": {"nn.Linear": {}}},
+            "layer_type_quant_config: settings by the class of modules are not supported",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+            "quantized_layers must be a table of modules, got None",
         ),
     ],
 )

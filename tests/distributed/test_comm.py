@@ -9,7 +9,17 @@ import pytest
 
 from nbflow.distributed.comm import Comm, SelfComm
 from nbflow.distributed.thread_ranks import RankFailure, ThreadRanks
+from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
+from nbflow_kernels.cpu.parallel_for import run_graph, set_num_threads
 from nbflow_kernels.errors import UsageError
+
+
+@jit.kernel
+def _copy(source, target, start, stop):
+    """Copy numbers [start, stop)."""
+    for i in range(start, stop):
+        target[i] = source[i]
 
 
 @pytest.fixture
@@ -32,6 +42,63 @@ def test_all_reduce_sums_in_rank_order_and_counts_bytes(team):
     for result, sent in team.run(run):
         np.testing.assert_array_equal(result, expected)
         assert sent == 2 * 5 * 7 * 4
+
+
+def test_captured_all_reduces_have_the_same_bits(team):
+    """Repeated without Python in between, with memory that grows, and a tail of 3 numbers."""
+    rng = np.random.default_rng(2)
+    parts = rng.standard_normal((3, 35), dtype=np.float32)
+
+    def run(comm: Comm):
+        mine = np.zeros((5, 7), np.float32)
+        small = parts[comm.rank, :19].copy()
+        calls = [comm.captured_all_reduce(array) for array in (small, mine)]
+        calls.insert(0, GraphNode(_copy, (parts[comm.rank], mine.reshape(-1)), 35, 1.0))
+        set_num_threads(1)
+        graph = CpuGraph(calls, 1)
+        run_graph(graph, repeat=50)
+        sent = comm.bytes_sent()["all_reduce"]
+        small[:] = parts[comm.rank, :19]
+        run_graph(graph)
+        return small, mine.reshape(-1), sent
+
+    expected = (parts[0] + parts[1]) + parts[2]
+    for small, mine, sent in team.run(run):
+        np.testing.assert_array_equal(small, expected[:19])
+        np.testing.assert_array_equal(mine, expected)
+        assert sent == 50 * 2 * 4 * (19 + 35)
+
+
+@pytest.mark.parametrize("error", [ValueError, UsageError])
+def test_a_failing_rank_ends_captured_all_reduces(team, error):
+    """The others go on with their own numbers until the next exchange in Python raises."""
+
+    def run(comm: Comm):
+        if comm.rank == 1:
+            raise error("no")
+        set_num_threads(1)
+        mine = np.full(20, comm.rank, np.float32)
+        run_graph(CpuGraph([comm.captured_all_reduce(mine)], 1))
+        assert (mine == comm.rank).all()
+        comm.barrier()
+
+    with pytest.raises(error, match="no"):
+        team.run(run)
+
+
+def test_a_rank_that_does_not_arrive_fails_the_call(monkeypatch):
+    """A graph cannot raise: the call must not return numbers that were never summed."""
+    monkeypatch.setenv("NBFLOW_HANG_S", "0.05")
+    team = ThreadRanks(2)
+
+    def run(comm: Comm):
+        set_num_threads(1)
+        if comm.rank == 0:
+            run_graph(CpuGraph([comm.captured_all_reduce(np.ones(20, np.float32))], 1))
+
+    with pytest.raises(RankFailure, match="sum of an all-reduce"):
+        team.run(run)
+    team.close()
 
 
 def test_all_gather_puts_uneven_columns_side_by_side(team):

@@ -111,7 +111,8 @@ def test_stated_numbers_of_formats():
 
     cache = sum(map(holds_cache_rows, FORMATS)) + len(FLOAT8) + len(CODEBOOKS)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{len(FORMATS)}\nweight formats" in readme
+    for text in (readme, page("index.md")):
+        assert f"{len(FORMATS)}\nweight formats" in text
     assert f"of the {len(FORMATS)} formats" in readme
     assert f"any of {cache} formats" in page("models.md")
     assert f"[{cache} formats, in pages]" in page("comparison.md")

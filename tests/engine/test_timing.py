@@ -66,3 +66,13 @@ def test_every_token_of_a_partition_is_timed(partition, monkeypatch):
         assert all(b > a for a, b in itertools.pairwise(times))
     assert found.prefill_s > 0
     assert found.rest_s > 0
+
+
+def test_only_the_first_repetition_fills_the_cache():
+    """Tokens before generation are computed once; timed prompts every time."""
+    with nbflow.load("tiny_python", threads=1, max_context=64) as model:
+        deep, hits = Test(0, 3, 2, depth=20), []
+        for test in (deep, deep, Test(20, 3, 2), Test(20, 3, 2)):
+            time_test(model, test)
+            hits.append(model.workers[0].table.hit_tokens)
+    assert hits == [0, 2 * 19, 0, 0]  # the last token of a prompt is always computed

@@ -14,12 +14,18 @@ from nbflow_experiments.config.sweep_file import load_sweep
 from nbflow_kernels.state_format import STATE_FORMATS
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
-SPECS = {path.name: resolve(path).spec for path in sorted(FOLDER.iterdir())}
-RECURRENT = [name for name, spec in SPECS.items() if spec.is_recurrent]
+RECURRENT = (
+    *("bamba", "falcon_h1", "falcon_h1_norm", "falcon_mamba", "granite4", "granite4_dense"),
+    *("jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_3"),
+    *("nemotron_3_nano", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
+)
+"""Their names: to resolve all models would take each process a second when it collects tests."""
 
 
 def test_families() -> None:
-    families = {SPECS[name].family for name in RECURRENT}
+    specs = {path.name: resolve(path).spec for path in sorted(FOLDER.iterdir())}
+    assert tuple(name for name, spec in specs.items() if spec.is_recurrent) == RECURRENT
+    families = {specs[name].family for name in RECURRENT}
     assert {"olmo_hybrid", "qwen3_next", "kimi_linear", "mamba", "mamba2", "jamba"} < families
     assert {"lfm2", "minimax", "falcon_h1", "granitemoehybrid", "nemotron_h", "bamba"} < families
 

@@ -29,7 +29,10 @@ PERMUTED = (
 """Architectures whose rotary pairs the converter makes neighbours."""
 
 
-_LIKE_DEEPSEEK = ("dots1", "glm4_moe", "bailing", "mimo_v2", "kimi_linear")
+_LIKE_DEEPSEEK = (
+    "dots1", "glm4_moe", "bailing", "mimo_v2", "kimi_linear", "afmoe", "exaone_moe", "mistral4",
+    "glm_moe_dsa",
+)  # fmt: skip
 """Families with the metadata of DeepSeek V3's experts."""
 
 
@@ -177,8 +180,14 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     if spec.family in ("gpt_oss", "ministral3", "olmo3"):
         _add_yarn(writer, spec)
     if spec.temperature is not None:
-        writer.add_rope_scaling_yarn_log_mul(spec.rope.scaling.mscale_all_dim)
+        if spec.latent is None:
+            writer.add_rope_scaling_yarn_log_mul(spec.rope.scaling.mscale_all_dim)
+        else:
+            writer.add_attn_temperature_length(spec.temperature.floor)
         writer.add_attn_temperature_scale(spec.temperature.scale)
+    if spec.family == "exaone_moe":
+        kinds = [i not in spec.full_layers for i in range(spec.n_layers)]
+        writer.add_sliding_window_pattern(kinds)
     if spec.moe is not None:
         writer.add_expert_count(spec.moe.n_experts)
         writer.add_expert_used_count(spec.moe.top_k)
@@ -301,6 +310,12 @@ def _add_latent(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     writer.add_kv_lora_rank(spec.latent.kv_rank)
     if spec.latent.q_rank:
         writer.add_q_lora_rank(spec.latent.q_rank)
+    if spec.indexer is not None:
+        writer.add_indexer_head_count(spec.indexer.heads)
+        writer.add_indexer_key_length(spec.indexer.dim)
+        writer.add_indexer_top_k(spec.indexer.top_k)
+        kinds = [i in spec.indexer.layers for i in range(spec.n_layers)]
+        writer.add_array(f"{writer.arch}.attention.indexer.types", kinds)
     if spec.rope.scaling is not None:
         _add_yarn(writer, spec)
         writer.add_rope_scaling_yarn_log_mul(0.1 * spec.rope.scaling.mscale_all_dim)
@@ -354,7 +369,8 @@ def _gguf_tensors(spec, arch, tensors, names):
             array = array.reshape(-1)
         if inner in ("attn.k_b.weight", "attn.v_b.weight"):
             array = array.reshape(spec.n_heads, -1, array.shape[1])
-        done[_name(ours, layer, names, fused=arch in ("gptneox", "bloom", "gpt2"))] = array
+        has_short = spec.latent is not None and spec.latent.q_rank > 0
+        done[_name(ours, layer, names, has_short)] = array
     done = {k: np.stack(v) if isinstance(v, list) else v for k, v in done.items()}
     for whole in {key[0] for key in done if isinstance(key, tuple)}:
         parts = [done.pop((whole, f"{part}.weight")) for part in ("gate", "up")]
@@ -362,12 +378,13 @@ def _gguf_tensors(spec, arch, tensors, names):
     return _fuse(done, arch)
 
 
-def _name(ours, layer, names, fused):
+def _name(ours, layer, names, has_short):
     kind = ours.rsplit(".", 1)[1]
     pattern = ours.replace(f"layers.{layer}.", "layers.{i}.") if layer else ours
+    last = ".attn.q." in ours and has_short  # of a compressed vector
     weight = pattern.removesuffix(kind) + "weight"
     if pattern in names:  # a separately named bias
-        return names[pattern][0].replace("{i}", layer)
+        return names[pattern][-1 if last else 0].replace("{i}", layer)
     if weight not in names:
         fused_part = {"ffn.gate": "ffn_gate", "ffn.up": "ffn_up"}
         name = f"blk.{{i}}.{fused_part[pattern.split('.', 2)[2].rsplit('.', 1)[0]]}.weight"

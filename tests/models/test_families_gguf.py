@@ -39,7 +39,9 @@ MODELS = {
     "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "glm4moe": "glm4_moe",
     "bailingmoe2": "bailing_moe_v2", "mimo2": "mimo_v2_flash", "gemma4": "gemma4",
     "apertus": "apertus", "gemma3n": "gemma3n", "qwen35": "qwen3_5",
-    "qwen35moe": "qwen3_5_moe", "kimi-linear": "kimi_linear",
+    "qwen35moe": "qwen3_5_moe", "kimi-linear": "kimi_linear", "afmoe": "afmoe",
+    "exaone-moe": "exaone_moe", "mistral4": "mistral4", "glm-dsa": "glm_moe_dsa",
+    "exaone": "exaone",
 }  # fmt: skip
 """Architecture -> golden model."""
 OTHERS = {"bert", "t5"}
@@ -48,6 +50,8 @@ OF_LLAMA_CPP = FOLDER.parent / "gguf"
 """Files that llama.cpp's converter wrote: test_gguf_of_llama_cpp.py."""
 NOT_IN_GGUF = {
     "cohere2": "full_layer_every = 2",
+    "afmoe": "full_layer_every = 2",
+    "glm-dsa": "latent_norm_eps = 1e-6",
     "smollm3": "unrotated_every = 2",
     "ernie4_5-moe": "dense_last = 1",
     "dots1": 'window = 9\nlayer_types = ["full_attention", "full_attention", "sliding_attention"]',

@@ -202,3 +202,14 @@ def test_grid_barrier_of_numba() -> None:
     with pytest.raises(KernelFault) as e:
         Emulator(without).launch("k", 32, 32, x, y)
     assert e.value.finding.check == "race"
+
+
+def test_a_text_without_the_other_kernels() -> None:
+    two = TEXT + TEXT[TEXT.index(".visible .entry") :].replace("entry kernel(", "entry other(")
+    assert parse(two).entries == ["kernel", "other"]
+    for name, text in (("kernel", TEXT), ("other", two)):
+        module = parse(two, name)
+        assert module.entries == [name]
+        assert module.functions[name] == parse(text).functions[name]
+    with pytest.raises(ParseError, match="line 38: a function without a closing brace"):
+        parse(two[:-2], "kernel")

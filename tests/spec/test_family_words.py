@@ -69,6 +69,8 @@ def changed(name, tmp_path, text):
             '[config]\nactivation = { keys = ["x"], largest = true }',
             "largest goes with numbers",
         ),
+        ("codegen", "[structure]\nqkv_groups = 3", "qkv_groups must divide n_heads and n_kv_heads"),
+        ("gpt2", "[structure]\noutput_gate_by_head = true", "matrices that are not transposed"),
         ("nemotron_3", '[structure]\nactivation = "xielu"', "another activation than xielu"),
         (
             "nemotron_3",

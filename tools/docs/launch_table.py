@@ -11,9 +11,9 @@ ROWS = Path(__file__).resolve().parents[2] / "results/launches/amd-epyc-zen4-2-c
 
 def launches() -> str:
     """Return the microseconds of a launch by op."""
-    lines = ["| call | launches | before | op | recorded |", "|---|---:|---:|---:|---:|"]
+    lines = ["| call | launches | op | recorded |", "|---|---:|---:|---:|"]
     for row in latest(ROWS, "op"):
-        times = (row["before_us"], row["now_us"], row["recorded_us"])
+        times = (row["now_us"], row["recorded_us"])
         cells = " | ".join(f"{time:.1f}" for time in times)
         lines.append(f"| {row['op']} | {row['launches']} | {cells} |")
     return "\n".join(lines)

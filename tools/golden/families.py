@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import fp8_mxfp4
+import further_models as further
 import numpy as np
 import published_models as published
 import recent_models as recent
@@ -202,6 +203,7 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2,
                                    "n_shared_experts": 1, "norm_topk_prob": True,
                                    "rope_parameters": rope("yarn", **LATENT_YARN)}),
+    **further.NARROW,
 }  # fmt: skip
 """Name -> class and configuration."""
 FALCON_H1 = {
@@ -290,7 +292,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba": ("FalconMamba", {**MAMBA, "state_size": 20, "time_step_rank": "auto"}),
 }  # fmt: skip
 """Models with recurrent layers: name -> class and configuration."""
-WIDE = RECURRENT | recent.MODELS
+WIDE = RECURRENT | recent.MODELS | further.MODELS
 """Models whose logits are computed in float64."""
 
 BERT = {
@@ -316,6 +318,9 @@ PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("Bart", BART),
     "m2m_100": ("M2M100", {**BART, "scale_embedding": True}),
     "mbart": ("MBart", {**BART, "scale_embedding": True}),
+    "pegasus": ("Pegasus", {**BART, "scale_embedding": True, "activation_function": "relu"}),
+    "blenderbot": ("Blenderbot", {**BART, "scale_embedding": True}),
+    "plbart": ("PLBart", {**BART, "scale_embedding": True}),
     "marian": ("Marian", {**BART, "scale_embedding": True, "activation_function": "swish",
                           "pad_token_id": 96, "decoder_start_token_id": 96}),
 }  # fmt: skip

@@ -149,6 +149,46 @@ def compressed() -> Iterator[Made]:
         yield name, config, state, expected
 
 
+def mixed() -> Iterator[Made]:
+    """Groups of compressed-tensors with formats of their own, applied and packed by the library."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        QuantizationStatus,
+        apply_quantization_config,
+    )
+
+    def group(targets: list[str], format: str, **weights: Any) -> QuantizationScheme:
+        args = QuantizationArgs(**weights)
+        return QuantizationScheme(targets=targets, weights=args, format=format)
+
+    channel = {"num_bits": 8, "strategy": "channel"}
+    groups = {
+        "group_0": group(["Linear"], "float-quantized", type="float", **channel),
+        "group_1": group(["re:.*0.*"], "int-quantized", type="int", **channel),
+        "group_2": group(["layers.0.X"], "pack-quantized", num_bits=3, group_size=32),
+    }
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Module()])
+    model.layers[0].X = _linear(_weight(12).half().float()).half()
+    config = QuantizationConfig(config_groups=groups, format="mixed-precision")
+    apply_quantization_config(model, config)
+    layer = model.layers[0].X
+    layer.weight_scale.data = (layer.weight.data.reshape(N, -1, 32).abs().amax(2) / 3.5).half()
+    layer.quantization_status = QuantizationStatus.FROZEN
+    compressor = ModelCompressor(quantization_config=config)
+    compressor.compress_model(model)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["layers.0.X.weight_scale"] = state["layers.0.X.weight_scale"].half()
+    layer.weight_scale.data = layer.weight_scale.data.float()
+    compressor.decompress_model(model)
+    stated = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+    stated["config_groups"] = {name: json.loads(g.model_dump_json()) for name, g in groups.items()}
+    yield "ct_mixed", stated, state, layer.weight.data.float()
+
+
 def bitsandbytes() -> Iterator[Made]:
     """LLM.int8 and 4-bit codebooks of bitsandbytes."""
     from bitsandbytes import functional
@@ -157,17 +197,22 @@ def bitsandbytes() -> Iterator[Made]:
     state = {"layers.0.X.weight": codes, "layers.0.X.SCB": scale}
     expected = functional.int8_vectorwise_dequant(codes, scale)
     yield "bnb_int8", {"quant_method": "bitsandbytes", "load_in_8bit": True}, state, expected
-    for kind, double in (("nf4", False), ("fp4", False), ("nf4", True)):
+    for kind, double, storage in (
+        ("nf4", False, torch.uint8), ("fp4", False, torch.uint8), ("nf4", True, torch.uint8),
+        ("fp4", True, torch.bfloat16),
+    ):  # fmt: skip
         weight = _weight(len(kind) + double)
         packed, quant = functional.quantize_4bit(
-            weight, quant_type=kind, compress_statistics=double
+            weight, quant_type=kind, compress_statistics=double, quant_storage=storage
         )
         state = {"layers.0.X.weight": packed}
         state |= {f"layers.0.X.weight.{k}": v for k, v in quant.as_dict(packed=True).items()}
         expected = functional.dequantize_4bit(packed, quant)
         config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
         config["bnb_4bit_use_double_quant"] = double
-        yield f"bnb_{kind}{'_double' * double}", config, state, expected
+        as_bf16 = "_as_bf16" * (storage == torch.bfloat16)
+        config |= {"bnb_4bit_quant_storage": "bfloat16"} if as_bf16 else {}
+        yield f"bnb_{kind}{'_double' * double}{as_bf16}", config, state, expected
 
 
 def fp4() -> Iterator[Made]:
@@ -312,7 +357,7 @@ def main() -> None:
     """Write all files."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    for make in (fp4, gptq, awq, compressed, bitsandbytes, hqq, torchao, quark):
+    for make in (fp4, gptq, awq, compressed, mixed, bitsandbytes, hqq, torchao, quark):
         for name, config, state, expected in make():
             tensors = {k: v.contiguous().cpu() for k, v in state.items()}
             tensors["expected"] = expected.float().contiguous()

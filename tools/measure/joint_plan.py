@@ -4,15 +4,20 @@
     python tools/measure/joint_plan.py MODEL FOLDER --what speed   --points 105 --seconds 110
     python tools/measure/joint_plan.py MODEL FOLDER --what choices --seconds 110
     python tools/measure/joint_plan.py MODEL FOLDER --what table
+    python tools/measure/joint_plan.py MODEL FOLDER --what all     --points 105 --seconds 340
+
+``all`` measures the machine, speeds and choices, and writes the table; ``kld`` and its losses do
+not depend on the load of a machine and may be measured before.
 
 A point is a random format for each matrix (around a random middle), cache formats, and for speed
 a partition of two ranks (threads), a batch and a length of the prompts: one choice of formats and
-partition is loaded for all batches.  ``kld`` measures the divergence on the second half
-of the model's eval.txt; the losses (FOLDER/losses.json) were measured on the first half.  ``speed``
-measures tokens per second (quiet machines only; FOLDER/machine.toml is measured at first, and again
-if its measurement has another version; rows of another one are left out).
-``choices`` measures the plans for several limits, which ``table`` (FOLDER/README.md) compares with
-the points: the regret is the speed that the best measured point within the limit has above the
+partition is loaded for all batches.  ``--seed`` begins at other random choices, so that a change of
+the predictions can be tested on points that it was not made with.  ``kld`` measures the divergence
+on the second half of the model's eval.txt; the losses (FOLDER/losses.json) were measured on the
+first half.  ``speed`` measures tokens per second (quiet machines only; FOLDER/machine.toml is
+measured at first, and again if its measurement has another version; rows of another one are left
+out).  ``choices`` measures the plans for several limits; ``table`` (FOLDER/README.md) compares them
+with the points: the regret is the speed that the best measured point within the limit has above the
 plan's.
 
 Rows are appended to FOLDER/rows.jsonl; a run goes on with the next point.  MODEL may be
@@ -60,6 +65,7 @@ from nbflow.quantization.policy import WeightFormats, is_quantized
 from nbflow.spec import resolve
 from nbflow_kernels import FORMATS
 
+PARTS = ("kld", "speed", "choices", "table")
 WEIGHTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
 CACHES = ("f16", "q8_0", "q5_0", "q4_0")
 PARTITIONS = ("0", "0;1", "0&1", "0/1")
@@ -78,42 +84,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--what", choices=("kld", "speed", "choices", "table"), required=True)
+    parser.add_argument("--what", choices=(*PARTS, "all"), required=True)
     parser.add_argument("--points", type=int, default=100, help="points in all (100)")
+    parser.add_argument("--seed", type=int, default=0, help="first random choice (0)")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of each half (4096)")
     parser.add_argument("--seconds", type=float, default=1e9, help="no point starts after it")
     arguments = parser.parse_args()
-    if arguments.what == "table":
+    end = time.monotonic() + arguments.seconds
+    model = random_model() if arguments.model == "random" else arguments.model
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    for what in PARTS[1:] if arguments.what == "all" else (arguments.what,):
+        if what != "table":
+            Run(model, what, arguments, end).run()
+            continue
         text = table(rows_of(arguments.folder))
         (arguments.folder / "README.md").write_text(f"# Joint plans, {arguments.model}\n\n{text}\n")
         print(text)
-        return
-    model = random_model() if arguments.model == "random" else arguments.model
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    Run(model, arguments).run()
 
 
 class Run:
-    """One run of the tool."""
+    """One part of a run of the tool."""
 
-    def __init__(self, model: str, arguments: argparse.Namespace) -> None:
-        self._model, self._arguments = model, arguments
+    def __init__(self, model: str, what: str, arguments: argparse.Namespace, end: float) -> None:
+        self._model, self._what, self._arguments = model, what, arguments
         self._folder: Path = arguments.folder
         self._facts = conditions() | {"model": arguments.model, "quantizer": QUANTIZER}
-        self._end = time.monotonic() + arguments.seconds
+        self._end = end
         self._halves = self._split_text()
         # times need no losses
-        self.known = self._shapes() if arguments.what == "speed" else self._losses()
+        self.known = self._shapes() if what == "speed" else self._losses()
 
     def run(self) -> None:
         """Measure what is asked for."""
-        if self._arguments.what == "kld":
+        if self._what == "kld":
             probe = self._probe(1)
             for seed, formats, kv in self._points("kld"):
                 self._measure_kld(probe, seed, formats, kv)
             return
         machine = self._machine()
-        if self._arguments.what == "speed":
+        if self._what == "speed":
             self._measure_speeds(machine)
             return
         probe = self._probe(1)
@@ -174,7 +183,7 @@ class Run:
     def _points(self, what: str) -> Iterator[tuple[int, dict[str, str], str]]:
         """Yield the seed, formats and cache of each point that is missing."""
         done = {row["seed"] for row in rows_of(self._folder) if row["what"] == what}
-        for seed in range(self._arguments.points):
+        for seed in range(self._arguments.seed, self._arguments.seed + self._arguments.points):
             if seed in done:
                 continue
             if time.monotonic() >= self._end:
@@ -185,7 +194,8 @@ class Run:
         """Measure all batches of each choice that is missing."""
         rows = [r for r in rows_of(self._folder) if r["what"] == "speed"]
         done = {(r["seed"], r["batch"], r["prompt"]) for r in rows}
-        for seed in range(-(-self._arguments.points // len(CASES))):
+        first, n = self._arguments.seed, -(-self._arguments.points // len(CASES))
+        for seed in range(first, first + n):
             rng = np.random.default_rng((seed, 1))
             # partitions in turn, so that a part of the points has all of them
             partition = PARTITIONS[seed % len(PARTITIONS)]

@@ -17,7 +17,7 @@ class Scores:
     nll: np.ndarray
     """-ln p(token), float64 (n,)."""
     reference_nll: np.ndarray
-    """The same of the reference (n,); empty without one."""
+    """-ln p(token) of the reference, float64 (n,); empty without a reference."""
     divergence: np.ndarray
     """KL(reference || model) in nats, float64 (n,); empty without a reference."""
     same_top: np.ndarray

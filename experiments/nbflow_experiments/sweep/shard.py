@@ -12,7 +12,7 @@ from nbflow_kernels.errors import UsageError
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` shards of a sweep."""
+    """Shard number `index` of the `count` shards of a sweep."""
 
     index: int = 0
     count: int = 1

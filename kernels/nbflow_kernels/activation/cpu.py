@@ -137,7 +137,7 @@ def activated(v, code, linear, cubic):
     return simd.mul(y, y) if code == RELU2 else y
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def activate_rows(
     gate, up, row_bytes, interleaved, out, out_row_bytes, width, code, linear, cubic, start, stop
 ):

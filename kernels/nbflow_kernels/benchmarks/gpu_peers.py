@@ -56,7 +56,7 @@ def _torch() -> Any:
 def torch_calls(
     torch: Any, device: str, case: OpCase, arguments: dict[str, Any]
 ) -> dict[str, Callable[[], tuple[Peer, int]]]:
-    """Return by name what makes a call with inputs of its own, and their bytes."""
+    """Return functions by name; each returns a call with new inputs, and their bytes."""
     if case.op in ("matmul", "qmatmul"):
         T, K = arguments["x"].shape
         N = arguments["w"].shape[0]
@@ -121,7 +121,7 @@ def _compiled(function: Any, torch: Any, x: Any) -> Callable[[Any], Any]:
 
 
 def _copies(make: Callable[[], tuple[Peer, int]], l2_bytes: int) -> list[Peer]:
-    """Return calls with so many inputs that none is still in the L2 cache."""
+    """Return calls with inputs of their own, enough of them to exceed the L2 cache."""
     first, n_bytes = make()
     n = max(1, min(MAX_COPIES, math.ceil(2 * l2_bytes / max(n_bytes, 1))))
     return [first, *(make()[0] for _ in range(n - 1))]

@@ -9,10 +9,8 @@ and the other loaded from another process's cache entry, and Numba returned the 
 `KernelCompiler` uses numbers that are unique among processes.  Functions outside this package keep
 Numba's.
 
-Device functions are compiled to LLVM IR only, and optimized once inside the calling kernel.  Numba
-by default optimizes every function and emits its machine code, although callers link the IR and
-optimize it again: most of the compile time of a kernel made of twenty functions in four layers.  A
-`DeviceLibrary` stops before that.
+Device functions are compiled to LLVM IR only, and optimized once inside the calling kernel
+(`nbflow_kernels.cpu.numba_libraries`).
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import codegen, compiler, inline_closurecall
+from numba.core import compiler, inline_closurecall
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
 from nbflow_kernels.compilation import jit_cache
 from nbflow_kernels.compilation.numba_inlining import share_scopes
-from nbflow_kernels.cpu import interpreter, numba_compile_time, numba_passes
+from nbflow_kernels.cpu import interpreter, numba_compile_time, numba_libraries, numba_passes
 from nbflow_kernels.cpu.fork import in_child, lock_during_fork
 
 # A fork waits for other threads' compilations: a child would wait for their lock for ever.
@@ -43,6 +41,7 @@ numba_compile_time.skip_atoms()
 numba_compile_time.find_implementations_once()
 numba_compile_time.skip_logs_and_events()
 numba_passes.shorten_post_processing()
+numba_libraries.link_overloads_as_ir()
 
 # No "nnan"/"ninf": masks are -inf and tests fill outputs with NaN.  No "reassoc": the order of
 # additions is part of a kernel's contract (a row's result must not depend on its neighbours).
@@ -105,44 +104,22 @@ class KernelCompiler(compiler.Compiler):
             return super()._compile_bytecode()
 
 
-class _NoEnvironments:
-    """Stub codegen that skips registering environments, which only object mode needs."""
+class SmallKernelCompiler(KernelCompiler):
+    """`KernelCompiler` that leaves loops as they are."""
 
-    def set_env(self, name: str, environment: Any) -> None:
-        pass
+    library: Any = numba_libraries.SmallKernelLibrary
 
-
-class DeviceLibrary(codegen.JITCodeLibrary):
-    """LLVM IR of one function, to be linked into kernels."""
-
-    @property
-    def codegen(self) -> Any:
-        """Return the stub in place of Numba's codegen."""
-        return _NoEnvironments()
-
-    def get_pointer_to_function(self, name: str) -> int:
-        """Return 0: a library of IR has no machine code."""
-        return 0
-
-    def _optimize_functions(self, ll_module: Any) -> None:
-        ll_module.data_layout = self._codegen._data_layout  # as modules to be linked need it
-
-    def _optimize_final_module(self) -> None:
-        pass
-
-    def _finalize_final_module(self) -> None:
-        self._finalize_dynamic_globals()
-        self._finalized = True
+    def _compile_bytecode(self) -> Any:
+        name = self.state.func_id.func_qualname
+        self.state.library = self.library(self.state.targetctx.codegen(), name)
+        self.state.library.enable_object_caching()
+        return super()._compile_bytecode()
 
 
-class DeviceCompiler(KernelCompiler):
-    """`KernelCompiler` whose result is a `DeviceLibrary`."""
+class DeviceCompiler(SmallKernelCompiler):
+    """`KernelCompiler` whose result is LLVM IR."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        if self.state.library is None:
-            make: Any = DeviceLibrary
-            self.state.library = make(self.state.targetctx.codegen(), "nbflow_device_function")
+    library = numba_libraries.DeviceLibrary
 
 
 # Kernels are called from Python and by address, never as a C function; device functions are not
@@ -152,7 +129,9 @@ _OPTIONS: Any = {
 }  # fmt: skip
 
 
-def kernel(function: Callable[..., Any] | None = None, *, strict: bool = False) -> Any:
+def kernel(
+    function: Callable[..., Any] | None = None, *, strict: bool = False, unroll: bool = True
+) -> Any:
     """Compile a kernel lazily, cached on disk, without the GIL and without asserts.
 
     Parameters
@@ -161,17 +140,22 @@ def kernel(function: Callable[..., Any] | None = None, *, strict: bool = False) 
         The kernel.
     strict : bool
         Never fuse a product and a sum: for quantizers whose bits are published.
+    unroll : bool
+        Unroll loops.  Without that a kernel of many loops compiles in half the time: for kernels
+        that wait for memory, or whose loops are unrolled by hand.
     """
     if function is None:
-        return functools.partial(kernel, strict=strict)
+        return functools.partial(kernel, strict=strict, unroll=unroll)
     if interpreter.is_on():
         return interpreter.kernel(function)
     path = Path(function.__code__.co_filename)
     fastmath: Any = False if strict else FAST_MATH
-    compiled = numba.njit(fastmath=fastmath, pipeline_class=KernelCompiler, **_OPTIONS)(function)
+    pipeline: Any = KernelCompiler if unroll else SmallKernelCompiler
+    compiled = numba.njit(fastmath=fastmath, pipeline_class=pipeline, **_OPTIONS)(function)
     if jit_cache.is_as_imported(path):
-        # the digest covers this package only: other files count by their time too
-        is_ours = jit_cache.is_ours(path)
+        # The digest covers a kernel's module and what it imports from this package.  The kernels of
+        # nbflow call nothing else; other files count by their path and time too.
+        is_ours = jit_cache.is_ours(path) or function.__module__.startswith("nbflow.")
         may_save = functools.partial(jit_cache.is_as_imported, path)
         folder = jit_cache.cache_folder(path)
         compiled._cache = jit_cache.KernelCache(function, folder, may_save, not is_ours)

@@ -26,9 +26,9 @@ _SCALARS = frozenset({
     types.Integer, types.Float, types.Boolean, types.IntegerLiteral, types.BooleanLiteral,
 })  # fmt: skip
 numba_call_type = BaseFunction.get_call_type
-"""Numba's method."""
+"""Numba's own method, which the shortcut calls for other types."""
 numba_list_vars = ir.Inst._rec_list_vars
-"""Numba's method."""
+"""Numba's own method, which the shortcut calls for other values."""
 numba_type_intrinsic = templates._IntrinsicTemplate.generic
 numba_abi_size = base.BaseContext.get_abi_sizeof
 numba_start_event, numba_end_event = event.start_event, event.end_event

@@ -297,9 +297,9 @@ def _fold(builder, join, a, b, width):
     A blend, which any vector port executes, and one shuffle: [a0, b1] + [a1, b0].  Two shuffles
     [a0, b0] + [a1, b1] would add the same numbers.
     """
-    half = width // 2
-    blend = [lane if lane % width < half else lane + LANES for lane in range(LANES)]
-    swap = [lane + half if lane % width < half else lane + LANES - half for lane in range(LANES)]
+    half, n = width // 2, a.type.count
+    blend = [lane if lane % width < half else lane + n for lane in range(n)]
+    swap = [lane + half if lane % width < half else lane + n - half for lane in range(n)]
     return join(llvm.shuffle(builder, a, b, blend), llvm.shuffle(builder, a, b, swap))
 
 
@@ -320,13 +320,21 @@ def emit_sums(builder, vectors):
 
 def emit_reductions(builder, join, vectors):
     """Emit the vector of the reductions of 16 vectors by a function of two vectors."""
-    values, width = list(vectors), LANES
-    while len(values) > 1:
-        half = len(values) // 2
-        pairs = zip(values[:half], values[half:], strict=True)
-        values = [_fold(builder, join, a, b, width) for a, b in pairs]
-        width //= 2
-    return values[0]
+    # The halves of a vector first: the lower one is a register already, while a blend of two
+    # vectors by halves would be a shuffle.
+    half = LANES // 2
+    lower, upper = range(half), range(half, LANES)
+    values = [
+        join(llvm.shuffle(builder, v, v, lower), llvm.shuffle(builder, v, v, upper))
+        for v in vectors
+    ]
+    width = half
+    while width > 1:
+        n = width // 2  # `values` has two groups of `width` vectors, folded separately
+        pairs = [(i, i + n) for first in (0, width) for i in range(first, first + n)]
+        values = [_fold(builder, join, values[i], values[j], width) for i, j in pairs]
+        width = n
+    return llvm.shuffle(builder, *values, range(LANES))
 
 
 # NumPy's ABI: the data pointer follows the object header.

@@ -21,7 +21,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -31,7 +30,7 @@ import numpy as np
 from numba import int64
 
 from nbflow_kernels.cpu import atomics, interpreter, jit, pinning
-from nbflow_kernels.cpu.cpu_quota import cpu_quota
+from nbflow_kernels.cpu.cpu_quota import available_cores
 from nbflow_kernels.cpu.fork import in_child
 from nbflow_kernels.cpu.graph import (
     ARGUMENTS,
@@ -198,7 +197,7 @@ def _run_job(shared, thread, n_threads):
             break
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def _serve(shared, thread, n_threads):
     """Run jobs until one is for Python or none arrives for a while."""
     mine = shared + 8 * (_THREADS + 8 * thread)
@@ -217,7 +216,7 @@ def _serve(shared, thread, n_threads):
         atomics.exchange(mine, 0)
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def _announce(shared, kind, n_threads):
     """Publish the job; return whether some thread sleeps."""
     # number and kind are one word: a reader cannot mix those of two jobs
@@ -241,15 +240,6 @@ def _yield_address() -> int:
     except (AttributeError, OSError, TypeError):
         return 0
     return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-def available_cores() -> int:
-    """Return the number of processors this process may use: its affinity, within its CPU quota."""
-    quota = cpu_quota()
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return allowed if quota is None else min(allowed, quota)
 
 
 _forks = 0  # forks between the first process and this one

@@ -42,7 +42,7 @@ def _known_rows(ids, n_rows, rows, start, stop):
         rows[t] = ids[t] if 0 <= ids[t] < n_rows else 0
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def _gather(ids, table, row_bytes, kind, E, out, out_bytes, start, stop):
     """Write rows [start, stop) of the result."""
     size = 4 if kind == F32 else 2

@@ -264,7 +264,7 @@ def _in_bytes(number: int, lanes: NDArray[np.int64]) -> int:
     return int.from_bytes(found.tobytes(), "little", signed=True)
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def unpack_rows(rows, block_bytes, fields, planes, steps, first, second, third, start, stop):
     """Unpack fields of rows [start, stop) of blocks; one kernel for all formats.
 

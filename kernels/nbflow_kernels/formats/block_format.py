@@ -207,7 +207,7 @@ def _halves(field: Field, rows: Bytes, block_bytes: int) -> Floats:
     return out
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def _read_halves(data, at, n, block_bytes, out, start, stop):
     """Read `n` float16 from byte `at` of each block of rows [start, stop)."""
     for row in range(start, stop):

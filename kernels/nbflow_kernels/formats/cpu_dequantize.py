@@ -71,7 +71,7 @@ def _gather(form: CpuLayout) -> Any:
     """Make the gather kernel, which decodes all 16 rows of a group to extract one."""
     block, block_bytes = form.block, form.block_bytes
 
-    @jit.kernel
+    @jit.kernel(unroll=False)
     def kernel(packed, n_blocks, ids, out, start, stop):
         room = np.empty((block, ROWS), np.float32)
         for t in range(start, stop):

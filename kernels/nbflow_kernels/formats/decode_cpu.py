@@ -25,6 +25,8 @@ only the instructions of this layout, so features a format lacks cost nothing::
                                   base if that is exact
 `weight(form, u, j, scale, base)` column ``4 * v + j``, 16 float32: scale * value + base, rounded
                                   once, bit-equal to `dequantize`
+`dots_of_unit(form, ints, at, i,  `register_tiles_int8.dots` with the code vectors of unit i, for
+x_at, x_step)`                    formats with a trellis
 `decode_blocks(form, at, n, to)`  all columns of n blocks, 16 float32 each, to address `to`
 ================================  =================================================================
 """
@@ -44,9 +46,10 @@ from numba.core.typing.typeof import typeof_impl
 from nbflow_kernels.cpu import interpreter, isa, jit, llvm, simd
 from nbflow_kernels.cpu.float16 import emit_widen
 from nbflow_kernels.cpu.llvm import F32, I8, I16, I32, I64
+from nbflow_kernels.cpu.register_tiles_int8 import Int8Tile
 from nbflow_kernels.cpu.simd import f32x16, i8x64, i32x16
 from nbflow_kernels.cpu.simd_bits import emit_lookup128, emit_windows
-from nbflow_kernels.cpu.simd_int8 import emit_lookup16, emit_move, emit_pair
+from nbflow_kernels.cpu.simd_int8 import emit_dot, emit_lookup16, emit_move, emit_pair
 from nbflow_kernels.cpu.simd_shuffle import emit_lookup16_f32
 from nbflow_kernels.formats import trellis_code
 from nbflow_kernels.formats.layout_cpu import D_BYTES, FIELDS, PAIRS, CpuLayout
@@ -89,6 +92,8 @@ class _Emit:
         self.builder = builder
         self.form = form
         self.features = isa.features()
+        self.shared_windows: dict[tuple[int, int], Any] | None = None
+        """Windows of a trellis's unit, where code vectors follow each other in one basic block."""
 
     def load(self, at: Any, offset: int, element: Any, lanes: int = 16) -> Any:
         """Load the vector at address `at` + `offset`."""
@@ -165,6 +170,13 @@ class _Emit:
 
         The bits above of each byte are arbitrary.
         """
+        shared = {} if self.shared_windows is None else self.shared_windows
+        if (first, n) not in shared:
+            shared[first, n] = self._new_windows(at, i, first, n)
+        return shared[first, n]
+
+    def _new_windows(self, at: Any, i: Any, first: int, n: int) -> Any:
+        """Emit `_windows`."""
         k = self.form.bits
         word, last = first // 32, (first + 3 * k + n - 1) // 32
         words = self._stream_word(at, i, word)
@@ -423,6 +435,36 @@ weight = _function(
     (i8x64, _INT, f32x16, f32x16),
     lambda emit, u, j, scale, base: emit.weight(u, j, scale, base),
 )
+
+
+@intrinsic
+def dots_of_unit(typing_context, form, ints, at, i, x_at, x_step):
+    """Return sums of a unit of a trellis, 32 columns, times int8 activations, added to `ints`.
+
+    As `register_tiles_int8.dots` with each of its `codes`, whose windows of bits are shared.
+    """
+    if not isinstance(form, CpuLayoutType) or not isinstance(ints, Int8Tile) or ints.rows != 1:
+        raise errors.TypingError("unpack.dots_of_unit: wanted a form and sums of a row group")
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args[2:]
+        at, i, x_at, x_step = (
+            context.cast(builder, value, kind, types.int64)
+            for value, kind in zip(args[2:], kinds, strict=True)
+        )
+        emit, sums = _Emit(builder, form.form), args[1]
+        emit.shared_windows = {}
+        for v in range(form.form.unit // 4):
+            u = emit.trellis(at, i, v)
+            for t in range(ints.tokens):
+                address = llvm.element(builder, llvm.offset(builder, x_at, 4 * v), x_step, t)
+                x = llvm.splat(builder, llvm.load(builder, address, I32))
+                x, old = builder.bitcast(x, i8x64.llvm), builder.extract_value(sums, t)
+                new = emit_dot(builder, old, u, x, False, emit.features)
+                sums = builder.insert_value(sums, new, t)
+        return sums
+
+    return ints(form, ints, at, i, x_at, x_step), codegen
 
 
 def decode_blocks(form: Any, at: Any, n_blocks: Any, to: Any) -> None:

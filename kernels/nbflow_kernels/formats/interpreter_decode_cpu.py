@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.cpu.interpreter import simd, simd_int8
+from nbflow_kernels.cpu.interpreter import register_tiles_int8, simd, simd_int8
 from nbflow_kernels.cpu.interpreter.memory import LANES, read
 from nbflow_kernels.formats import trellis_code
 from nbflow_kernels.formats.layout_cpu import D_BYTES, FIELDS, PAIRS
@@ -34,6 +34,14 @@ def codes(form: Any, at: Any, i: Any, v: Any) -> Vector:
         return code
     table = np.resize(np.array(form.values, np.int32) + 128, LANES).astype(np.uint8)
     return table[code]
+
+
+def dots_of_unit(form: Any, ints: Any, at: Any, i: Any, x_at: Any, x_step: Any) -> Any:
+    """Return sums of a unit of a trellis times int8 activations, added to `ints`."""
+    for v in range(form.unit // 4):
+        u = codes(form, at, i, v)
+        ints = register_tiles_int8.dots(ints, u, 0, x_at + 4 * v, x_step, 8)
+    return ints
 
 
 def _trellis(form: Any, at: Any, i: Any, v: Any) -> Vector:

@@ -437,7 +437,7 @@ def _inexact(d_type: str) -> Misfit:
     return Misfit("d_type", f"d or m of a block is not exact in {d_type}")
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def _narrow(numbers, halves):
     """Write float32 as float16 bits; return whether a number changes."""
     changed = False
@@ -452,7 +452,7 @@ def _narrow(numbers, halves):
     return changed
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def _pack_numbers(numbers, size, out, at, n, n_run, step, start, stop):
     """Pack numbers of `size` bytes, rows of words, in row groups [start, stop).
 
@@ -498,7 +498,7 @@ def _transpose(words, first, lanes):
             lanes[k, lane] = words[first + lane, k] if lane < count else 0
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def _pack_codes(codes, out, bits, fields, n_blocks, segments, units, vectors, sizes, start, stop):
     """Pack the codes of row groups [start, stop), 4 columns at a time; `sizes` are in words.
 

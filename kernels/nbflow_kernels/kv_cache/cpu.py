@@ -141,7 +141,7 @@ def _append_rows(
             write(v_kind, from_value, D_value, v_to + g * strides[5])
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def _append_floats(
     k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices, positions, k_cache,
     v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, rotation, start, stop

@@ -19,7 +19,7 @@ for _book in CODEBOOKS.values():
 
 @jit.device_function(strict=True)
 def levels_of(bits, codes):
-    """Return the levels of 16 codes of a codebook of so many bits."""
+    """Return the levels of 16 codes of the codebook of `bits` bits."""
     return lookup(simd.load_i32(simd.address(LEVELS) + 64 * bits), codes)
 
 

@@ -23,7 +23,10 @@ _append = cuda.cpp_kernel(
 def append(
     x: Any, rows: Any, slots: Any, codes: Any, scales: Any, kv_layout: str, global_scale: Any
 ) -> None:
-    """As `nbflow_kernels.kv_cache.cpu_nvfp4.append`; rows missing in the page table are skipped."""
+    """Encode rows into slots (`nbflow_kernels.kv_cache.cpu_nvfp4.append`).
+
+    Rows that the page table lacks are skipped.
+    """
     n, G, D = x.shape
     tables = [None] * 4 if rows is None else [on_device(table, x) for table in rows]
     slots = None if slots is None else on_device(slots, x)

@@ -196,7 +196,7 @@ def _log_softmax(logits, V, temperature, cap, out, start, stop):
             write_f32(target + 4 * d, y - np.log(total))
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def _token_log_probs(logits, V, temperature, cap, ids, out, start, stop):
     for b in range(start, stop):
         row = logits + 4 * V * b

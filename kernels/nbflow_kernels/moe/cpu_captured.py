@@ -51,7 +51,7 @@ class Sizes:
     first : tuple of (int, bool)
         Rows of the matrices of each first projection, and whether it reads int8 activations.
     down : (int, bool)
-        The same of the down projections.
+        Rows of the matrices of the down projections, and whether they read int8 activations.
     joined : bool
         True if one first projection has the rows of gates and ups.
     weigh_inputs : bool
@@ -145,7 +145,7 @@ class ExpertMatrices:
         x : array of float32, shape (P, K)
             Rows in order of experts.
         rows : Int8Rows, optional
-            The same in int8, with `ROWS` rows more; needed if `takes_int8`.
+            `x` in int8, with `ROWS` rows more; needed if `takes_int8`.
         out : array of float32, shape (P, N)
             Where to write the products.
         """

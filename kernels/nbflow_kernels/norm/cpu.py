@@ -126,7 +126,7 @@ def _add_to(target, source, E):
         store_first(target, rest, v)
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def _rmsnorm(
     x, x_bytes, residual, residual_bytes, weight, weight_head_bytes, weight_bytes, out, out_bytes,
     H, E, divisor, eps, offset, start, stop

@@ -34,13 +34,13 @@ _linear = cuda.cpp_kernel(
 
 
 def rmsnorm(x, weight, eps, offset, out, *, residual=None, divisor=None, codec=None):
-    """As `nbflow_kernels.norm.cpu.rmsnorm`."""
+    """See `nbflow_kernels.norm.cpu.rmsnorm`."""
     divisor = float(divisor or x.shape[-1])
     _launch("rms", x, residual, (weight,), out, codec, divisor, eps, offset)
 
 
 def layernorm(x, weight, bias, eps, out, *, residual=None, codec=None):
-    """As `nbflow_kernels.norm.cpu.layernorm`."""
+    """See `nbflow_kernels.norm.cpu.layernorm`."""
     _launch("layer", x, residual, (weight, bias), out, codec, eps)
 
 
@@ -55,7 +55,7 @@ def _gated_instance(threads: int, n: int, wide: bool, silu: bool) -> cuda.Kernel
 
 
 def gated_rmsnorm(x, gate, weight, eps, group_size, gate_first, activation, out):
-    """As `nbflow_kernels.norm.cpu_gated.gated_rmsnorm`."""
+    """See `nbflow_kernels.norm.cpu_gated.gated_rmsnorm`."""
     H = x.shape[1] // group_size
     n, (threads, numbers) = len(x) * H, _shape(group_size)
     wide = _wide(group_size, x, gate, weight, out)

@@ -127,6 +127,7 @@ LLAMA31 = {"rope_theta": 1e4, "rope_scale": 4.0, "high_freq_factor": 3.0, "old_c
 
 SCALINGS = {
     "linear": LinearRopeScaling(factor=4.0),
+    "reversed": LinearRopeScaling(factor=-1.0),
     "dynamic": DynamicNtkRopeScaling(factor=2.0, original_max_position=64),
     "yarn": YarnRopeScaling(factor=4.0, original_max_position=64),
     "yarn_deepseek": YarnRopeScaling(

@@ -172,7 +172,7 @@ def rotate_head(x, cos, half, is_neox):
         _rotate_pairs(x, cos, half)
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def _rope(
     positions, query, query_row_bytes, H, key, key_row_bytes, G, D, cache, half, is_neox, start,
     stop

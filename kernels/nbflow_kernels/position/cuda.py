@@ -102,7 +102,7 @@ def encode_heads(
     x: Any, positions: Any, cos_sin: Any, is_neox: bool, codec: Float8Codec, codes: Any,
     n_numbers: int,
 ) -> None:  # fmt: skip
-    """As `nbflow_kernels.position.cpu_float8.encode_heads`."""
+    """See `nbflow_kernels.position.cpu_float8.encode_heads`."""
     T, H, n = x.shape
     max_pos, half = (0, 0) if cos_sin is None else (len(cos_sin), cos_sin.shape[1] // 2)
     args = (

@@ -169,10 +169,10 @@ class LinearRopeScaling(RopeScaling):
     """
 
     factor: float
-    """Divisor of the frequencies."""
+    """Divisor of the frequencies; below 0, pairs turn the other way (nanochat: -1)."""
 
     def __post_init__(self) -> None:
-        _check_positive(factor=self.factor)
+        _check_positive(**{"magnitude of factor": abs(self.factor)})
 
     def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
         """Return theta ** (-2j / d) / factor."""

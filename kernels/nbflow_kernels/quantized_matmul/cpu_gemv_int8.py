@@ -28,7 +28,7 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit, register_tiles_int8, simd
 from nbflow_kernels.cpu.simd_memory import prefetch_lines
-from nbflow_kernels.formats.decode_cpu import base_of, codes, d_of, m_of, scale_of
+from nbflow_kernels.formats.decode_cpu import base_of, codes, d_of, dots_of_unit, m_of, scale_of
 from nbflow_kernels.formats.layout_cpu import CpuLayout
 from nbflow_kernels.matmul.cpu_packed_tiles import epilogue
 
@@ -57,7 +57,7 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
     runs = 2 if halves else 1  # sub-blocks of a piece
     vectors, per_scale = 8 // runs, form.sub_block // 4
     several_d = form.block != form.d_block
-    bits = form.operand_bits
+    bits, trellis = form.operand_bits, form.trellis
     share = block_bytes // (units * pieces)  # bytes prefetched with each piece
     lines = -(-share // LINE)
 
@@ -97,7 +97,9 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
                                 if several_d:
                                     d, m = d_of(form, at, s), m_of(form, at, s)
                                 ints = register_tiles_int8.starts(1, tokens, n_at, n_step, 1)
-                                for v in range(vectors):
+                                if trellis:
+                                    ints = dots_of_unit(form, ints, at, unit, x_at, x_step)
+                                for v in range(0 if trellis else vectors):
                                     u = codes(form, at, unit, 8 * p + run * vectors + v)
                                     ints = register_tiles_int8.dots(
                                         ints, u, 0, x_at + 4 * v, x_step, bits

@@ -97,7 +97,7 @@ def quantize_activations(x: NDArray[np.float32], out: Int8Rows) -> None:
     parallel_for(_quantize, len(x), 4.0 * x.size, x, out.codes, out.scales, out.sums, out.half_sums)
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def _quantize(x, codes, scales, sums, half_sums, start, stop):
     """Quantize rows [start, stop)."""
     tail = np.zeros(COLUMNS, np.float32)

@@ -51,7 +51,7 @@ def _softmax(logits, temperature, out, start, stop):
         scale(out[b], np.float32(1.0 / total))
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def _argmax(logits, out, start, stop):
     tops = np.empty(n_chunks(logits.shape[1]), np.float32)
     for b in range(start, stop):

@@ -14,6 +14,7 @@ from nbflow_ptx.cupy_stand_in.state import State
 from nbflow_ptx.cupy_stand_in.streams import current_stream, perform
 from nbflow_ptx.emulator import Emulator
 from nbflow_ptx.errors import LaunchError
+from nbflow_ptx.parsing.parser import parse
 
 Dim3 = tuple[int, int, int]
 ONE_LAUNCH = threading.Lock()
@@ -100,7 +101,7 @@ class EmulatedDevice:
 
     def load(self, code: bytes, entry: str) -> Callable[[Dim3, Dim3, bytes, int], None]:
         """Return the launch of the kernel `entry` of a PTX text."""
-        emulator = Emulator(code)
+        emulator = Emulator(parse(code, entry))
         kernel = emulator.program(entry).kernel
 
         def launch(grid: Dim3, block: Dim3, packed: bytes, shared: int) -> None:

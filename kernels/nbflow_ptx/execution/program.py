@@ -100,7 +100,9 @@ def bind(kernel: Linked) -> Program:
     b = Binder(kernel)
     granules = {space: _granule(b, space) for space in ("global", "shared")}
     code, kinds = kernel.code, [_kind(ins) for ins in kernel.code]
-    program = Program(kernel, b.plan, granules=granules, grid_barrier="grid" in kinds)
+    # or it reads the words of the grid barrier of cooperative groups
+    together = "grid" in kinds or any("%envreg" in ins.text for ins in code)
+    program = Program(kernel, b.plan, granules=granules, grid_barrier=together)
     leaders = _leaders(kernel, kinds)
     pc = 0
     while pc < len(code):

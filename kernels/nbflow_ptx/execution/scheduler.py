@@ -130,9 +130,10 @@ class _Scheduler:
                 p = p[i]
             if step.negated:
                 p = ~p
-            if p.all():
+            n = np.count_nonzero(p)  # several times as fast as `any` and `all` of few threads
+            if n == p.size:
                 step.run(m, i)
-            elif p.any():
+            elif n:
                 step.run(m, lanes[p])
         m.executed += len(steps) + 1
         m.lane_instructions += (len(steps) + 1) * len(lanes)
@@ -140,8 +141,9 @@ class _Scheduler:
     def uniform(self, c: Control, i: Any) -> bool:
         """Return whether a branch goes one way for the whole group; `taken` says which."""
         p = self.guarded(c, i)
-        self.taken = bool(p.all())
-        return self.taken or not p.any()
+        n = np.count_nonzero(p)
+        self.taken = n == p.size
+        return self.taken or not n
 
     def guarded(self, c: Control, i: Any) -> Any:
         p = self.m.registers[c.guard]
@@ -270,7 +272,8 @@ class _Scheduler:
         if len(lanes) % 32 or m.threads_per_block % 32:
             return False
         first = lanes[::32]
-        if (first & 31).any() or (lanes[31::32] - first != 31).any():  # they are in order
+        # they are in order
+        if np.count_nonzero(first & 31) or np.count_nonzero(lanes[31::32] - first != 31):
             return False
         if c.mask is None:
             return True

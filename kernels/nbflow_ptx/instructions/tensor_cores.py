@@ -139,7 +139,7 @@ def _pass(numbers: Three, exponents: Three, kind: str, rule: SumRule) -> tuple[A
 
 
 def _towards_zero(x: Any, bits: int, unit: int) -> Any:
-    """Round multiples of 2**`unit` to float32, with so many bits behind the leading one."""
+    """Round multiples of 2**`unit` to float32, keeping `bits` bits behind the leading one."""
     cut = (x.view(np.int64) & np.int64(-1 << (52 - bits))).view(np.float64)
     if unit < -126 - bits:  # perhaps more bits than a subnormal number has
         tiny = np.abs(x) < 2.0**-126

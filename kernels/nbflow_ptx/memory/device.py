@@ -74,6 +74,8 @@ class Device:
         self.peak_device_bytes = 0
         """Most `device_bytes` there have been."""
         self.variables: dict[str, Allocation] = {}  # of modules
+        self.histories: dict[tuple[int, bool], Any] = {}
+        """Access histories (`races.Cells`) of launches, by granule and width of a cluster."""
         self._workspace: Allocation | None = None
         self._parameters: Allocation | None = None
 

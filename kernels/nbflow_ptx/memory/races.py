@@ -80,6 +80,7 @@ class Cells:
         warps: int = 32,
     ) -> None:
         n = nbytes // granule + 1
+        self.nbytes = nbytes
         self.shift, self.across = granule.bit_length() - 1, across
         self.starts = list(starts)
         self.w_who: NDArray[np.int32] = np.zeros(n, np.int32)
@@ -96,10 +97,25 @@ class Cells:
     def barrier_of_all(self) -> None:
         """Forget what a barrier of all threads ordered (the memory of one cluster only)."""
         if not self.across:
-            self.written.clear()
-            self.entered.clear()
-            self.notes.clear()
-            self.noted_bytes = 0
+            self._forget()
+
+    def renew(self, starts: Sequence[int]) -> None:
+        """Empty the history, for the next launch: only what this one touched is zeroed."""
+        self.starts = list(starts)
+        for ranges, arrays in (
+            (self.written, (self.w_who, self.w_at)),
+            (self.entered, (self.r_who, self.r_at, self.r_warps, self.r_cluster)),
+        ):
+            for low, high in ranges.values():
+                for array in arrays:
+                    array[low >> self.shift : (high >> self.shift) + 1] = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.written.clear()
+        self.entered.clear()
+        self.notes.clear()
+        self.noted_bytes = 0
 
     def _array(self, low: int, high: int) -> int:
         """Return the index of the array that contains a range of bytes; -1 for several."""
@@ -115,7 +131,7 @@ class Cells:
         if _overlap(self.written, array, low, high):
             for c in self.cells_of(offsets, nbytes):
                 at = self.w_at.take(c)
-                if at.any():
+                if np.count_nonzero(at):
                     found = self._races(m, lanes, self.w_who.take(c), at, c)
                     if found:
                         return found
@@ -147,7 +163,7 @@ class Cells:
                 (self.w_who, self.w_at, after_write),
                 (self.r_who, self.r_at, after_read),
             ):
-                if wanted and (when := at.take(c)).any():
+                if wanted and np.count_nonzero(when := at.take(c)):
                     found += self._races(m, lanes, who.take(c), when, c)
             if mark:
                 self.w_who[c], self.w_at[c] = m.of(m.thread_id, lanes), m.stamp
@@ -175,7 +191,7 @@ class Cells:
         if self.across:
             doubt |= (np.maximum(who, 1) - 1) // m.threads_per_cluster != m.cluster_id[lanes]
         doubt &= at != 0
-        if not doubt.any():
+        if not np.count_nonzero(doubt):
             return []
         j = np.flatnonzero(doubt)
         ok = self._ordered(m, lanes[j], who[j], at[j])
@@ -209,12 +225,12 @@ class Cells:
         if cluster is not None:
             cluster = np.where(several & (old_cluster != cluster), _SEVERAL, cluster)
             self.r_cluster[c] = cluster
-        if several.any():
+        if np.count_nonzero(several):
             me = np.where(several, _SEVERAL, me)
             bit = np.where(several, self.r_warps[c] | bit, bit)
         self.r_who[c], self.r_warps[c], self.r_at[c] = me, bit, r.stamp
         again = (self.r_who[c] != me) | ((self.r_warps[c] & bit) != bit)
-        if again.any():  # several lanes read one place in this very instruction
+        if np.count_nonzero(again):  # several lanes read one place in this very instruction
             d = c[again]
             np.bitwise_or.at(self.r_warps, d, bit[again])
             self.r_who[d] = _SEVERAL

@@ -122,7 +122,7 @@ class Memory:
                 self.fault("aligned", region.own, lanes, at + region.start(lanes), j, why)
             at = at & ~np.int64(nbytes - 1)
         outside = at.astype(np.uint64) > np.uint64(region.limit - nbytes)
-        if outside.any():
+        if np.count_nonzero(outside):
             if self.m.checks.bounds:
                 j = int(np.flatnonzero(np.broadcast_to(outside, lanes.shape))[0])
                 why = f"{what} of {nbytes} bytes out of bounds"
@@ -202,7 +202,7 @@ class Memory:
         state = region.shadow_view[total].take(k)
         if total == 16:
             state = state.view(np.uint64)
-        if (state != _GOOD[min(total, 8)]).any():
+        if np.count_nonzero(state != _GOOD[min(total, 8)]):
             for j in range(count):
                 self.explain(region, lanes, at + j * width, width, what, reading=True)
         values = region.view[total].take(k)
@@ -246,8 +246,8 @@ class Memory:
         memory, shadow, good = region.view[width], region.shadow_view[width], _GOOD[width]
         for j in range(len(values)):
             state = shadow.take(k + j)
-            if (state != good).any():
-                if ((state | _WRITTEN[width]) != good).any():
+            if np.count_nonzero(state != good):
+                if np.count_nonzero((state | _WRITTEN[width]) != good):
                     self.explain(region, lanes, at + j * width, width, what, reading=False)
                 shadow[k + j] = state | _WRITTEN[width]
         before: list[Any] = []
@@ -286,8 +286,9 @@ class Memory:
         if strong:
             return
         for j, v in enumerate(values):
-            lost = np.broadcast_to(memory[k + j] != v, n)
-            if lost.any():
+            lost = memory[k + j] != v
+            if np.count_nonzero(lost):
+                lost = np.broadcast_to(lost, n)
                 i = int(np.flatnonzero(lost)[0])
                 cell = int(at[i]) >> region.cells.shift if region.cells else 0
                 other = int(region.cells.w_who[cell]) if region.cells else 0

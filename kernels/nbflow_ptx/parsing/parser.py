@@ -32,6 +32,9 @@ from nbflow_ptx.parsing.syntax import (
 from nbflow_ptx.parsing.types import TYPES
 
 _NAME = r"[A-Za-z_$%][\w$]*"
+_SPACE = re.compile(r"\s*")
+_BRACE = re.compile(r"[{}]")
+_COMMA = re.compile(r",(?![^\[]*\])")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _DIRECTIVE = re.compile(
     r"\.(version|target|address_size|file|loc|section|pragma|alias)\b([^\n;{]*)"
@@ -61,13 +64,15 @@ _SPECIAL = re.compile(
 MAX_CHARS = 64 << 20
 
 
-def parse(text: str | bytes) -> Module:
+def parse(text: str | bytes, entry: str = "") -> Module:
     """Parse a PTX text.
 
     Parameters
     ----------
     text : str or bytes
         What ``numba.cuda.compile_ptx``, NVRTC or ``nvcc -ptx`` wrote.
+    entry : str
+        Leave out kernels whose name does not contain this: a text may hold dozens.
 
     Returns
     -------
@@ -94,7 +99,7 @@ def parse(text: str | bytes) -> Module:
         text = text.rstrip(b"\0").decode("utf-8", "replace")
     if len(text) > MAX_CHARS:
         raise ParseError(f"a PTX text of {len(text)} characters; at most {MAX_CHARS} are read")
-    parser = _Parser(text)
+    parser = _Parser(text, entry)
     try:
         return parser.module()
     except (IndexError, ValueError) as e:
@@ -104,7 +109,8 @@ def parse(text: str | bytes) -> Module:
 
 
 class _Parser:
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, entry: str) -> None:
+        self.entry = entry
         self.text = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text)
         self.starts = [0] + [m.end() for m in re.finditer("\n", text)]
         self.out = Module()
@@ -117,10 +123,8 @@ class _Parser:
         return ParseError(f"PTX line {self.line(pos)}: {why}")
 
     def skip_space(self, pos: int) -> int:
-        text = self.text
-        while pos < len(text) and text[pos].isspace():
-            pos += 1
-        return pos
+        found = _SPACE.match(self.text, pos)
+        return found.end() if found else pos
 
     def find(self, what: str, pos: int) -> int:
         end = self.text.find(what, pos)
@@ -190,9 +194,20 @@ class _Parser:
                 f.max_threads *= int(n)
         if t := re.search(r"\.reqnctapercluster\s+([\d,\s]+)", body.group()):
             f.cluster = tuple(int(n) for n in re.findall(r"\d+", t.group(1)))
+        if f.entry and self.entry not in f.name:
+            return self.skip_body(body.end())
         end = _Body(self, f).read(body.end())
         self.out.functions[f.name] = f
         return end
+
+    def skip_body(self, pos: int) -> int:
+        """Return the end of the body that begins at `pos`, behind its brace."""
+        depth = 1
+        for m in _BRACE.finditer(self.text, pos):
+            depth += 1 if m.group() == "{" else -1
+            if not depth:
+                return m.end()
+        raise self.fail(pos, "a function without a closing brace")
 
     def parameters(self, pos: int) -> tuple[list[Variable], int]:
         """Read ``( .param ..., ... )`` starting at the parenthesis."""
@@ -212,6 +227,7 @@ class _Body:
     def __init__(self, parser: _Parser, function: Function) -> None:
         self.p, self.f = parser, function
         self.scopes: list[dict[str, str]] = [{}]
+        self.known: dict[str, Operand] = {}  # registers and literals, as these scopes have them
         self.n_scopes = 0
         self.source: tuple[int, int] | None = None
         self.branches: list[tuple[Instruction, list[dict[str, str]]]] = []
@@ -228,6 +244,7 @@ class _Body:
                 pos += 1
             elif text[pos] == "}":
                 self.scopes.pop()
+                self.known.clear()
                 pos += 1
                 if not self.scopes:
                     self.resolve()
@@ -260,6 +277,7 @@ class _Body:
 
     def declare(self, name: str) -> str:
         """Return the function-wide name of a name declared in the innermost scope."""
+        self.known.pop(name, None)
         unique = name if len(self.scopes) == 1 else f"{name}@{self.n_scopes}"
         self.scopes[-1][name] = unique
         return unique
@@ -321,6 +339,14 @@ class _Body:
 
     def operand(self, text: str, pos: int) -> Operand:
         text = text.strip()
+        found = self.known.get(text)
+        if found is None:
+            found = self.new_operand(text, pos)
+            if isinstance(found, (Reg, Imm)):
+                self.known[text] = found
+        return found
+
+    def new_operand(self, text: str, pos: int) -> Operand:
         if text == "_":
             return Skip()
         if text[:1] in "{(":
@@ -426,6 +452,8 @@ def number(text: str) -> Imm:
 
 def split_operands(text: str) -> list[str]:
     """Split at the commas outside brackets."""
+    if "{" not in text and "(" not in text:
+        return [p for p in map(str.strip, _COMMA.split(text)) if p]
     parts, depth, start = [], 0, 0
     for k, ch in enumerate(text):
         if ch in "{[(":

@@ -1,16 +1,15 @@
 """Joint choice of weight formats, cache formats and partition for a machine and a divergence.
 
-Allocators of bits know no machine, and planners of partitions know no error.  Here the fastest
-combination is chosen whose predicted divergence stays below a limit and whose ranks fit into
-their memory:
+The fastest combination is chosen whose predicted divergence stays below a limit and whose ranks fit
+into their memory:
 
 1. Each partition is predicted with the fastest formats and the smallest cache.  No choice of
    formats is faster, so partitions are tried in the order of these bounds until the next bound
    is above the best choice.
 2. For each pair of cache formats the divergence that is left goes to the matrices: the formats
    with the least time whose added loss is at most `Sensitivity.largest_added_loss`, by dynamic
-   programming (`nbflow.calibration.allocation.knapsack`).  The time of a matrix is its roofline
-   time in the workload's steps on the slowest device of its stage.
+   programming (`nbflow.calibration.allocation.knapsack`).  The time of a matrix is that of its
+   products in the workload's steps on the slowest device of its stage (`Device.matrix_s`).
 3. If a rank lacks memory, bytes get a price in the sum of times, which is bisected.
 """
 

@@ -39,7 +39,7 @@ def check_allocation(
     ----------
     allocation : Allocation
         The chosen formats.
-    probe : Probe
+    probe : DivergenceProbe
         The text, preferably not the one used for sensitivities.
     candidates : sequence of str
         Formats to compare with.

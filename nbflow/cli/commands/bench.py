@@ -1,13 +1,13 @@
 """`nbflow bench`: time a model, with llama-bench's rows and the machine's read bandwidth.
 
 ``ppN`` processes a prompt of N tokens, ``tgN`` generates N tokens after an empty context (``@ dD``:
-after D tokens), ``ppN+tgM`` both.  The rate is the median over the repetitions, the spread half the
-interquartile range.  ``GB/s`` is the bytes of matrices that generation reads per second (each step
-reads them once for the whole batch).  ``% read`` is the median of its share of the read bandwidth
-measured right before and after each repetition: of as many threads, or of the devices, which sum
-random numbers of eight times their L2 cache.  ``VRAM MiB`` is what the model takes on its devices
-by their driver's count.  With a peer, its repetitions alternate with ours, and ``x peer`` is the
-median of the ratios.
+after D tokens, which stay in the prefix cache between repetitions), ``ppN+tgM`` both.  The rate is
+the median over the repetitions, the spread half the interquartile range.  ``GB/s`` is the bytes of
+matrices that generation reads per second (each step reads them once for the whole batch).
+``% read`` is the median of its share of the read bandwidth measured right before and after each
+repetition: of as many threads, or of the devices, which sum random numbers of eight times their L2
+cache.  ``VRAM MiB`` is what the model takes on its devices by their driver's count.  With a peer,
+its repetitions alternate with ours, and ``x peer`` is the median of the ratios.
 """
 
 from __future__ import annotations

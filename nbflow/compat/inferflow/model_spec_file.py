@@ -75,7 +75,7 @@ class ModelSpecFile:
             known = ", ".join(f"transformer.{name}" for name in TYPES)
             raise self.error("type", f"must be one of {known}")
         self.kind = TYPES[word]
-        """One of the values of `TYPES`."""
+        """Type of the network, a value of `TYPES`."""
 
     def _known(self, table: dict[str, Any], kinds: Mapping[str, Kind], at: str) -> dict[str, Any]:
         """Return the known keys, checked; note the others."""

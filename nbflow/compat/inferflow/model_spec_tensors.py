@@ -27,7 +27,7 @@ _GLOBAL = {
 }
 """Standard name outside of layers -> ours, without ``.weight``."""
 _OF_ENCODER = {"output_transform": "transform", "output_transform.post_norm": "transform_norm"}
-"""The same in an encoder, whose head is that of a masked language model."""
+"""Standard name in an encoder, whose head is that of a masked language model -> ours."""
 _IN_LAYER = {
     "self_attn.pre_norm": "attn_norm",
     "self_attn.qkv": "attn.qkv",

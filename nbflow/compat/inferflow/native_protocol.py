@@ -95,7 +95,7 @@ class NativeBody(NativeFields):
     """Query template instead of the model's; one in Jinja if the server allows it."""
     max_output_len: int | None = Field(default=None, ge=1)
     max_new_tokens: int | None = Field(default=None, ge=1)
-    """Same as max_output_len; 1024 by default."""
+    """Second name of `max_output_len`; 1024 by default."""
     decoding_alg: str = ""
     """Decoding strategy; by default the model's."""
     random_seed: int = Field(default=0, ge=-(2**63), lt=2**64)

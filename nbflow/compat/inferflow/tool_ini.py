@@ -13,7 +13,7 @@ from nbflow_kernels.errors import UsageError, unknown_name
 MAX_TOKENS = 300
 """New tokens of a query in Inferflow's tool."""
 LONG_MAX_TOKENS = 50_000
-"""The same with long_context_test."""
+"""New tokens of a query with ``long_context_test``."""
 _MAX_QUERIES = 100_000
 _CLIENT_KEYS = ("service", "request")
 _ESCAPES = {"{\\n}": "\n", "{\\r}": "\r", "{\\t}": "\t"}

@@ -78,7 +78,7 @@ class ReplicaRouter(LLMEngine):
 
     @property
     def state(self) -> str:
-        """One of new, running, closed, failed (see `on_failure`)."""
+        """State of the router: new, running, closed or failed (see `on_failure`)."""
         if self._state == "running" and self._has_failed():
             return "failed"
         return self._state

@@ -19,6 +19,7 @@ from nbflow_kernels.attention import (
 )
 from nbflow_kernels.attention.cases import ATOL
 from nbflow_kernels.attention.cpu import launch
+from nbflow_kernels.attention.cpu.scheduler import ITEM_COST, KEY_COST, SPLITS_PER_THREAD
 from nbflow_kernels.attention.plan import plan_into
 from nbflow_kernels.attention.plan_layout import SPLIT
 from nbflow_kernels.cpu.parallel_for import capture, set_num_threads
@@ -61,10 +62,10 @@ def test_every_row_and_head_is_worked_on_once(threads: int) -> None:
 def test_plan_of_a_decode_step_is_one_item_per_request_and_head() -> None:
     wrapper = BatchDecodeWithPagedKVCacheWrapper()
     plan = wrapper.plan(ints(0, 2, 3), ints(2, 0, 1), ints(1, 2), 4, 2, 16, 8)
-    assert column(plan, "kv_head") == [0, 0, 1, 1]
-    assert column(plan, "request") == [0, 1, 0, 1]
-    assert column(plan, "end_key") == [9, 2, 9, 2]
-    assert column(plan, "position") == [8, 1, 8, 1]
+    assert column(plan, "kv_head") == [0, 1, 0, 1]
+    assert column(plan, "request") == [0, 0, 1, 1]
+    assert column(plan, "end_key") == [9, 9, 2, 2]
+    assert column(plan, "position") == [8, 8, 1, 1]
     assert plan.work == (9 + 2) * 4 * (16 + 16)
     set_num_threads(2)
     text = str(wrapper.plan(ints(0, 2, 3), ints(2, 0, 1), ints(1, 2), 4, 2, 16, 8))
@@ -86,6 +87,38 @@ def test_shares_are_about_equal_in_cost() -> None:
     shares = [int(cost[a:b].sum()) for a, b in pairwise(plan.shares)]
     assert len(shares) == 4
     assert max(shares) - min(shares) <= 2 * cost.max()
+
+
+@pytest.mark.parametrize("lens", [[3500], [40_000], [9000, 1, 2048, 64], [700] * 32])
+@pytest.mark.parametrize("G", [1, 4, 32])
+def test_decode_is_divided_evenly_among_1_to_128_threads(lens: list[int], G: int) -> None:
+    """Plans only: every key once, and no share above an equal one by more than an item."""
+    pages = np.arange(sum(-(-n // 16) for n in lens), dtype=np.int32)
+    indptr = np.cumsum([0, *(-(-n // 16) for n in lens)]).astype(np.int32)
+    rows, longest = np.arange(len(lens) + 1, dtype=np.int32), []
+    for threads in range(1, 129):
+        set_num_threads(threads)
+        plan = AttentionPlan((4 * G, G, 64, 64), 16, kv_layout="HND")
+        plan_into(plan, rows, indptr, pages, ints(*lens))
+        names = ("request", "kv_head", "first_key", "end_key", "cost")
+        request, head, first, end, cost = (np.array(column(plan, name)) for name in names)
+        order = np.lexsort((first, head, request))
+        starts, ends = first[order].reshape(-1), end[order].reshape(-1)
+        begins = starts == 0
+        assert begins.sum() == G * len(lens)
+        assert (starts[~begins] == ends[:-1][~begins[1:]]).all()
+        assert (starts % SPLIT == 0).all()
+        assert ends[np.append(begins[1:], True)].tolist() == np.repeat(lens, G).tolist()
+        # tiles above a quantum are split as far as the bits allow
+        quantum = cost.sum() // (SPLITS_PER_THREAD * threads) + ITEM_COST
+        assert cost.max() <= max(quantum, SPLIT * (4 + KEY_COST) + ITEM_COST) or threads == 1
+        shares = np.array([cost[a:b].sum() for a, b in pairwise(plan.shares)])
+        assert (len(shares), shares.sum()) == (min(threads, plan.n_items), cost.sum())
+        assert shares.min() > 0
+        assert shares.max() <= cost.sum() / threads + cost.max()
+        longest.append(shares.max())
+    assert longest[0] == max(longest)
+    assert longest[-1] <= longest[0] / min(128, plan.n_items) + cost.max()
 
 
 def long_sequence(n: int, G: int, D: int, dtype: Any = np.float32) -> Paged:

@@ -26,6 +26,7 @@ from nbflow_kernels.attention.cpu.head_rows import (
     TABLE,
     finish_keys,
     pad_table,
+    prefetch_item,
     rotate,
     row_addresses,
     scale_addresses,
@@ -80,29 +81,43 @@ FIRST, LAST, LOW, HIGH = 24, 32, 40, 48  # a range hook writes LAST next to FIRS
 @jit.device_function
 def qk_scores(like, M, q, row_bytes, table, state, s, scratch, ahead, n_prefetch):
     """Compute Q K^T of a chunk."""
-    for j in range(0, CHUNK, 16):
-        m = np.int64(0)
-        while m < M:
-            q_m, scores = q + m * row_bytes, s + m * SCORE_BYTES
-            n = n_prefetch if m == 0 else 0
-            first, last = np.int64(CHUNK), np.int64(0)
-            for i in range(m, min(m + 4, M)):
-                first = min(first, read_i64(state + STATE_BYTES * i + FIRST))
-                last = max(last, read_i64(state + STATE_BYTES * i + LAST))
-            if m + 4 <= M:
-                i = max(j, first // 4 * 4)
-                keys, next_keys, count = table + 8 * i, ahead + 8 * i, min(j + 16, last) - i
-                qk_4xn(like, q_m, row_bytes, keys, count, scores + 4 * i, next_keys, n)
-                m += 4
-            else:
-                first = read_i64(state + STATE_BYTES * m + FIRST)
-                last = read_i64(state + STATE_BYTES * m + LAST)
-                if first < j + 16 and j < last:
-                    keys, next_keys, count = table + 8 * j, ahead + 8 * j, min(last - j, 16)
-                    qk_1x16(
-                        like, q_m, row_bytes, keys, count, scratch, scores + 4 * j, next_keys, n
-                    )
-                m += 1
+    m = np.int64(0)
+    while m < M:
+        q_m, scores, n = q + m * row_bytes, s + m * SCORE_BYTES, n_prefetch if m == 0 else 0
+        records = state + STATE_BYTES * m
+        if m + 4 > M:
+            first, last = read_i64(records + FIRST), read_i64(records + LAST)
+            begin = first // 16 * 16 if first < last else last  # an empty range may lie behind
+            for j in range(begin, last, 16):
+                keys, next_keys, count = table + 8 * j, ahead + 8 * j, min(last - j, 16)
+                qk_1x16(like, q_m, row_bytes, keys, count, scratch, scores + 4 * j, next_keys, n)
+            m += 1
+            continue
+        first, last = visible_to_any(records)
+        i = first // 4 * 4
+        keys, next_keys = table + 8 * i, ahead + 8 * i
+        qk_4xn(like, q_m, row_bytes, keys, last - i, scores + 4 * i, next_keys, n)
+        m += 4
+
+
+@jit.device_function
+def visible_to_any(records):
+    """Return the range of keys of a chunk that covers those visible to four query vectors."""
+    first, last = read_i64(records + FIRST), read_i64(records + LAST)
+    for i in range(1, 4):
+        first = min(first, read_i64(records + STATE_BYTES * i + FIRST))
+        last = max(last, read_i64(records + STATE_BYTES * i + LAST))
+    return first, min(last, CHUNK)  # an empty range may lie behind the chunk
+
+
+@jit.device_function
+def visible_to_all(records):
+    """Return the range of keys of a chunk that are visible to all of four query vectors."""
+    first, last = read_i64(records + FIRST), read_i64(records + LAST)
+    for i in range(1, 4):
+        first = max(first, read_i64(records + STATE_BYTES * i + FIRST))
+        last = min(last, read_i64(records + STATE_BYTES * i + LAST))
+    return first, max(first, last)
 
 
 @jit.device_function
@@ -114,22 +129,20 @@ def accumulate_pv(like, M, acc, row_bytes, state, s, values, ahead, n_prefetch):
     m = np.int64(0)
     while m < M:
         sums, records, weights = acc + m * row_bytes, state + STATE_BYTES * m, s + m * SCORE_BYTES
-        count, n = np.int64(4 if m + 4 <= M else 1), n_prefetch if m == 0 else 0
-        low, high = np.int64(0), np.int64(CHUNK)
-        for i in range(count):
-            low = max(low, read_i64(records + STATE_BYTES * i + FIRST))
-            high = min(high, read_i64(records + STATE_BYTES * i + LAST))
-        high = max(low, high)
-        if count == 4:
-            if low > 0:
-                pv_ends(like, sums, row_bytes, records, weights, values, np.int64(0), low, ahead)
-            pv_four_rows(like, sums, row_bytes, records, weights, values, low, high, ahead, n)
-            if high < CHUNK:
-                end = np.int64(CHUNK)
-                pv_ends(like, sums, row_bytes, records, weights, values, high, end, ahead)
-        else:
-            pv_row(like, sums, row_bytes, records, weights, values, low, high, ahead, n)
-        m += count
+        n = n_prefetch if m == 0 else 0
+        if m + 4 > M:
+            first, last = read_i64(records + FIRST), read_i64(records + LAST)
+            pv_row(like, sums, row_bytes, records, weights, values, first, last, ahead, n)
+            m += 1
+            continue
+        low, high = visible_to_all(records)
+        if low > 0:
+            pv_ends(like, sums, row_bytes, records, weights, values, np.int64(0), low, ahead)
+        pv_four_rows(like, sums, row_bytes, records, weights, values, low, high, ahead, n)
+        if high < CHUNK:
+            end = np.int64(CHUNK)
+            pv_ends(like, sums, row_bytes, records, weights, values, high, end, ahead)
+        m += 4
 
 
 @jit.device_function
@@ -392,7 +405,7 @@ def merge_split(M, running, acc, row_bytes, state):
     reset_state(M, acc, row_bytes, state)
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def flash_attention(
     plan, cap, key_reader, value_reader, q, q_row_bytes, k, v, strides, out, lse, start, stop
 ):
@@ -504,6 +517,8 @@ def flash_attention(
                 qk_scores(
                     k_like, M, vectors, qk_bytes, now, records, s, scratch, next_values, n_values
                 )
+                if stop_key == end and item + 1 < end_item:
+                    prefetch_item(header, item + 1, page_size, k, v, strides)
                 softmax_weights(
                     header, cap, M, group, head, request, row, position, base, s, records, ramp
                 )

@@ -16,7 +16,7 @@ from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.plan_layout import CHUNK
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.nvfp4 import decode_nvfp4_row
-from nbflow_kernels.cpu.simd_memory import read_i32, read_i64, read_word, write_i64
+from nbflow_kernels.cpu.simd_memory import prefetch, read_i32, read_i64, read_word, write_i64
 from nbflow_kernels.kv_cache.cpu_codec import copy_float_rows, decode_rows
 from nbflow_kernels.kv_cache.nvfp4 import NVFP4_KIND
 from nbflow_kernels.position.cpu import rotate_halves, rotate_head
@@ -127,6 +127,29 @@ def row_addresses(pages, page_size, first, last, k, v, strides, table):
             write_i64(place + 8 * i, key + i * strides[1])
             write_i64(place + TABLE + 8 * i, value + i * strides[5])
         key_at += count
+
+
+@jit.device_function
+def prefetch_item(header, item, page_size, k, v, strides):
+    """Prefetch the keys and values of the first chunk of an item."""
+    fields = read_word(header, at.ITEMS) + at.ITEM_BYTES * item
+    request, head = read_word(fields, at.ITEM_REQUEST), read_word(fields, at.ITEM_HEAD)
+    key, end = read_word(fields, at.ITEM_FIRST_KEY), read_word(fields, at.ITEM_END_KEY)
+    end = min(end, read_i32(read_word(header, at.KV_LENS) + 4 * request))
+    end = min(end, key // CHUNK * CHUNK + CHUNK)
+    pages = read_word(header, at.KV_INDICES)
+    pages += 4 * read_i32(read_word(header, at.KV_INDPTR) + 4 * request)
+    while key < end:
+        page, slot = read_i32(pages + 4 * (key // page_size)), key % page_size
+        count = min(page_size - slot, end - key)
+        row = k + page * strides[0] + slot * strides[1] + head * strides[2]
+        value = v + page * strides[4] + slot * strides[5] + head * strides[6]
+        for i in range(count):
+            for d in range(0, strides[3], 64):
+                prefetch(row + i * strides[1] + d)
+            for d in range(0, strides[7], 64):
+                prefetch(value + i * strides[5] + d)
+        key += count
 
 
 @jit.device_function

@@ -28,15 +28,21 @@ SPLITS_PER_THREAD = 4
 
 
 @jit.device_function
-def assign_shares(items, n_items, total, shares, n_shares):
-    """Assign contiguous items to shares of about equal cost; write the first item of each."""
-    done, item = np.int64(0), np.int64(0)
+def assign_shares(items, n_items, shares, n_shares):
+    """Assign contiguous items to shares of about equal cost; write the first item of each.
+
+    Every share gets an item if there are enough.
+    """
+    total, done, item = np.int64(0), np.int64(0), np.int64(0)
+    for i in range(n_items):
+        total += read_word(items + at.ITEM_BYTES * i, at.ITEM_COST)
     for share in range(n_shares):
         write_i64(shares + 8 * share, item)
+        first, left = item, n_shares - share - 1
         target = total * (share + 1) // n_shares
-        while item < n_items:
+        while item < n_items - left:
             cost = read_word(items + at.ITEM_BYTES * item, at.ITEM_COST)
-            if done + cost // 2 >= target and share < n_shares - 1:
+            if left > 0 and item > first and done + cost // 2 >= target:
                 break
             done += cost
             item += 1
@@ -91,7 +97,7 @@ def group_requests(prefix_keys, rows_at, b, n_requests, tile_rows, max_vectors):
     return n, shared
 
 
-@jit.kernel
+@jit.kernel(unroll=False)
 def schedule(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
     """Fill the tables; return the numbers of items, merges, shares, partial rows and multiply-adds.
 
@@ -126,91 +132,95 @@ def schedule(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
             )  # fmt: skip
         write_i64(prefix_keys + 8 * b, shared)
     max_group = max(np.int64(1), n_requests * G // n_threads)  # leaves an item for each thread
-    # The pass with head -1 only sums the cost, from which the quantum follows.
-    for head in range(-1, G):
+    # The first pass, with head -1, only sums the cost, from which the quantum follows.  Heads of a
+    # request follow each other, as they do in the pages.
+    for first_head, end_head in ((-1, 0), (0, G)):
         next_request = np.int64(0)
         for b in range(n_requests):
             if b < next_request:
                 continue
-            row, kv_len = read_i32(rows_at + 4 * b), read_i32(lens_at + 4 * b)
-            n, shared = group_requests(prefix_keys, rows_at, b, n_requests, tile_rows, max_group)
-            if n > 1:
-                next_request = b + n
-                rows, cost, end = np.int64(0), shared * KEY_COST + ITEM_COST, np.int64(0)
-                for i in range(b, b + n):
-                    own, keys = read_i32(rows_at + 4 * i + 4), read_i32(lens_at + 4 * i)
-                    own -= read_i32(rows_at + 4 * i)
-                    rows, end = rows + own, max(end, keys)
-                    cost += keys * own * group + (keys - shared) * KEY_COST
+            for head in range(first_head, end_head):
+                row, kv_len = read_i32(rows_at + 4 * b), read_i32(lens_at + 4 * b)
+                n, shared = group_requests(
+                    prefix_keys, rows_at, b, n_requests, tile_rows, max_group
+                )
+                if n > 1:
+                    next_request = b + n
+                    rows, cost, end = np.int64(0), shared * KEY_COST + ITEM_COST, np.int64(0)
+                    for i in range(b, b + n):
+                        own, keys = read_i32(rows_at + 4 * i + 4), read_i32(lens_at + 4 * i)
+                        own -= read_i32(rows_at + 4 * i)
+                        rows, end = rows + own, max(end, keys)
+                        cost += keys * own * group + (keys - shared) * KEY_COST
+                        if head < 0:
+                            pairs += keys * own * group
+                    max_vectors = max(max_vectors, rows * group)
                     if head < 0:
-                        pairs += keys * own * group
-                max_vectors = max(max_vectors, rows * group)
-                if head < 0:
-                    total += cost
-                    continue
-                if n_items < read_word(header, at.ITEM_CAPACITY):
-                    position = kv_len - (read_i32(rows_at + 4 * b + 4) - row)
-                    write_row(
-                        items + at.ITEM_BYTES * n_items,
-                        (b, row, rows, head, position, 0, end, -1, cost, shared),
-                    )
-                n_items += 1
-                continue
-            end_row = read_i32(rows_at + 4 * b + 4)
-            position = kv_len - (end_row - row)
-            while row < end_row:
-                rows = min(tile_rows, end_row - row)
-                begin, end = np.int64(0), kv_len
-                if window >= 0:
-                    begin = max(begin, position - window)
-                if chunk > 0:
-                    begin = max(begin, max(0, position) // chunk * chunk)
-                    end = min(end, (max(0, position + rows - 1) // chunk + 1) * chunk)
-                if causal != 0:
-                    end = min(end, position + rows)
-                end = max(begin, end)
-                each = rows * group + KEY_COST
-                max_vectors = max(max_vectors, rows * group)
-                n_splits = (end + split - 1) // split - begin // split
-                if not may_split or (end - begin) * each <= quantum:
-                    n_splits = min(n_splits, 1)
-                if head < 0:
-                    total += (end - begin) * each + ITEM_COST
-                    pairs += (end - begin) * rows * group
-                    n_splits = np.int64(0)
-                elif n_splits < 1:
-                    n_splits = np.int64(1)
-                first, partial = begin, np.int64(-1)
-                for i in range(n_splits):
-                    stop = end
-                    if n_splits > 1:
-                        stop = min(end, (first // split + 1) * split)
-                        partial = n_partials + i * rows * group
+                        total += cost
+                        continue
                     if n_items < read_word(header, at.ITEM_CAPACITY):
-                        cost = (stop - first) * each + ITEM_COST
+                        position = kv_len - (read_i32(rows_at + 4 * b + 4) - row)
                         write_row(
                             items + at.ITEM_BYTES * n_items,
-                            (b, row, rows, head, position, first, stop, partial, cost, 0),
+                            (b, row, rows, head, position, 0, end, -1, cost, shared),
                         )
                     n_items += 1
-                    first = stop
-                if n_splits > 1:
-                    if n_merges < read_word(header, at.MERGE_CAPACITY):
-                        write_row(
-                            merges + at.MERGE_BYTES * n_merges,
-                            (row, rows, head, n_partials, n_splits),
-                        )
-                    n_merges += 1
-                    n_partials += n_splits * rows * group
-                row += rows
-                position += rows
-        if head < 0:
+                    continue
+                end_row = read_i32(rows_at + 4 * b + 4)
+                position = kv_len - (end_row - row)
+                while row < end_row:
+                    rows = min(tile_rows, end_row - row)
+                    begin, end = np.int64(0), kv_len
+                    if window >= 0:
+                        begin = max(begin, position - window)
+                    if chunk > 0:
+                        begin = max(begin, max(0, position) // chunk * chunk)
+                        end = min(end, (max(0, position + rows - 1) // chunk + 1) * chunk)
+                    if causal != 0:
+                        end = min(end, position + rows)
+                    end = max(begin, end)
+                    each = rows * group + KEY_COST
+                    max_vectors = max(max_vectors, rows * group)
+                    n_splits = (end + split - 1) // split - begin // split
+                    if not may_split or (end - begin) * each <= quantum:
+                        n_splits = min(n_splits, 1)
+                    if head < 0:
+                        total += (end - begin) * each + ITEM_COST
+                        pairs += (end - begin) * rows * group
+                        n_splits = np.int64(0)
+                    elif n_splits < 1:
+                        n_splits = np.int64(1)
+                    first, partial = begin, np.int64(-1)
+                    for i in range(n_splits):
+                        stop = end
+                        if n_splits > 1:
+                            stop = min(end, (first // split + 1) * split)
+                            partial = n_partials + i * rows * group
+                        if n_items < read_word(header, at.ITEM_CAPACITY):
+                            cost = (stop - first) * each + ITEM_COST
+                            write_row(
+                                items + at.ITEM_BYTES * n_items,
+                                (b, row, rows, head, position, first, stop, partial, cost, 0),
+                            )
+                        n_items += 1
+                        first = stop
+                    if n_splits > 1:
+                        if n_merges < read_word(header, at.MERGE_CAPACITY):
+                            write_row(
+                                merges + at.MERGE_BYTES * n_merges,
+                                (row, rows, head, n_partials, n_splits),
+                            )
+                        n_merges += 1
+                        n_partials += n_splits * rows * group
+                    row += rows
+                    position += rows
+        if first_head < 0:
             total *= G
             quantum = total // (SPLITS_PER_THREAD * n_threads)
     release(prefix_keys)
     n_shares = max(min(n_threads, n_items), 1)
     if n_items <= read_word(header, at.ITEM_CAPACITY):
-        assign_shares(items, n_items, total, read_word(header, at.SHARES), n_shares)
+        assign_shares(items, n_items, read_word(header, at.SHARES), n_shares)
     write_i64(header + 8 * at.N_MERGES, n_merges)
     write_i64(header + 8 * at.MAX_VECTORS, max_vectors)
     write_i64(header + 8 * at.QO_INDPTR, rows_at)

@@ -49,7 +49,8 @@ _SIGNATURE: Any = types.void(types.int64, types.CPointer(types.float32), *[types
 """A hook's parameters: address of its memory (see `_PARAMS`); numbers to change in place and the
 range [first, last) of them; key of number 0; request, query row in it, query head, KV head."""
 _RANGE_SIGNATURE: Any = types.void(*[types.int64] * 9)
-"""As above, with the address of two int64 for the range of visible keys in place of numbers."""
+"""Parameters of a mask hook: those of `_SIGNATURE`, with the address of two int64 (the range of
+visible keys) in place of the numbers."""
 _PARAMS = 32
 """Offset of the parameters in the memory of a hook: the plan's header, and the numbers of the first
 query head and of the first KV head, precede them."""

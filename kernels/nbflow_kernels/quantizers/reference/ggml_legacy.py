@@ -123,7 +123,7 @@ def quantize(format: AffineFormat, x: Floats) -> QuantizedBlocks:
 def pack(format: AffineFormat, codes: Bytes, parameters: NDArray[np.uint16]) -> Bytes:
     """Return the bytes (n, block_bytes) of codes (n, 32) and parameters (n, 2: base, scale).
 
-    As `AffineFormat.blocks`, in one pass over memory.
+    The bytes are those of `AffineFormat.blocks`, written in one pass over memory.
     """
     blocks = np.empty((len(codes), format.block_bytes), np.uint8)
     parallel_for(

@@ -1,0 +1,84 @@
+"""Patterns of module names with which configurations give settings to some modules.
+
+==================  ==========================================================================
+quant_method        pattern
+==================  ==========================================================================
+gptq (dynamic)      regular expression at the start of the name, after ``+:`` or ``-:``
+compressed-tensors  the name, ``re:`` and a regular expression at its start, or a class
+quark               shell pattern of the whole name
+modelopt            the name
+==================  ==========================================================================
+
+Sources: GPTQModel 7.7 (quantization/config.py), compressed-tensors 0.20 (utils/match.py), Quark
+0.13 (quant_config_parser.py), ModelOpt 0.47 (convert_hf_config.py).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from typing import Any
+
+from nbflow.utils.safe_repr import shown
+from nbflow_kernels.errors import UsageError
+
+_MOST = 1000
+"""Characters of a pattern."""
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_REPETITION = re.compile(r"[*+}]")
+_MOST_REPETITIONS = 6
+EVERY = re.compile("")
+
+
+def regular(text: Any, at: str) -> re.Pattern[str]:
+    r"""Compile a regular expression from a file, to be matched at the start of a name.
+
+    Repeated groups can take time exponential in the length of a name, and many repetitions a high
+    power of it; they are refused.
+
+    Examples
+    --------
+    >>> bool(regular(r".*\.mlp\.(up|down)_proj", "dynamic").match("layers.0.mlp.up_proj"))
+    True
+    """
+    if not isinstance(text, str) or len(text) > _MOST:
+        raise UsageError(f"{at} must be a pattern of at most {_MOST} characters, got {shown(text)}")
+    if _REPEATED_GROUP.search(text) or len(_REPETITION.findall(text)) > _MOST_REPETITIONS:
+        raise UsageError(
+            f"{at}: repeated groups and more than {_MOST_REPETITIONS} repetitions in a pattern are "
+            f"not supported, got {shown(text)}; write it as several patterns"
+        )
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UsageError(
+            f"{at} must be a regular expression, got {shown(text)}: {error}"
+        ) from error
+
+
+def exact(name: str) -> re.Pattern[str]:
+    """Return the pattern of one name."""
+    return re.compile(re.escape(name) + r"\Z")
+
+
+def shell(text: Any, at: str) -> re.Pattern[str]:
+    """Return a shell pattern of whole names."""
+    if not isinstance(text, str) or len(text) > _MOST:
+        raise UsageError(f"{at} must be a pattern of at most {_MOST} characters, got {shown(text)}")
+    return re.compile(fnmatch.translate(text))
+
+
+def target(text: Any, at: str) -> tuple[int, str, re.Pattern[str]]:
+    """Return rank, text and pattern of a target of compressed-tensors; low ones come first.
+
+    Names come before regular expressions, and these before classes, each in the order of letters.
+    The class of a module is not known here: one stands for every module, and the tensors show
+    which are quantized.
+    """
+    if not isinstance(text, str):
+        raise UsageError(f"{at} must be names, got {shown(text)}")
+    if text.startswith("re:"):
+        return 1, text, regular(text.removeprefix("re:"), at)
+    if text.isidentifier() and text[0].isupper():
+        return 2, text, EVERY
+    return 0, text, exact(text)

@@ -1,0 +1,47 @@
+"""Values of a configuration by their dotted keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nbflow.spec.family import ABSENT
+
+
+def lookup(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key, or None if it is null or absent.
+
+    A number enters a list, -1 its end; ``*`` stands for every key of a table, if all say the same.
+    """
+    value: Any = config
+    first, *rest = full_key(config, key).split(".*.", 1)
+    if rest:
+        found = lookup(config, first)
+        inner = (
+            [lookup(item, rest[0]) for item in found.values()] if isinstance(found, dict) else []
+        )
+        return inner[0] if inner and all(same_value(item, inner[0]) for item in inner) else None
+    for part in first.split("."):
+        if isinstance(value, list) and part.removeprefix("-").isdecimal():
+            value = value[int(part)] if -len(value) <= int(part) < len(value) else None
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def full_key(config: Mapping[str, Any], key: str) -> str:
+    """Return a key with ``{arch}`` replaced by the architecture of a GGUF file."""
+    if "{arch}" not in key:
+        return key
+    return key.replace("{arch}", str(lookup(config, "general.architecture")))
+
+
+def holds(when: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Return whether the configuration meets the conditions of a rule."""
+    found = ((lookup(config, key), wanted) for key, wanted in when.items())
+    return all(v is None if wanted == ABSENT else same_value(v, wanted) for v, wanted in found)
+
+
+def same_value(value: Any, other: Any) -> bool:
+    """Return whether two configuration values are equal; true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
