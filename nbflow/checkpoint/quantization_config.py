@@ -116,6 +116,7 @@ _OTHER_SCALES = (
     ".input_scale", ".input_scale_ub", ".output_scale", ".activation_scale", ".q_scale", ".k_scale",
     ".v_scale",
 )  # fmt: skip
+"""Suffixes of scales of activations, keys and values, which do not change weights."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
@@ -333,14 +334,17 @@ def with_scales(
     entries: Sequence[TensorEntry], quantization: Quantization
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
     """Join tensors with their scales; return the tensors with values, and the scales."""
+    others = [entry for entry in entries if entry.name.endswith(_OTHER_SCALES)]
+    entries = [entry for entry in entries if not entry.name.endswith(_OTHER_SCALES)]
     if not quantization.modules:
-        return _with_scales(entries, quantization)
+        values, scales = _with_scales(entries, quantization)
+        return values, scales + others
     parts: dict[Quantization | None, list[TensorEntry]] = {}
     for entry in entries:
         found = quantization.of(entry.name.rpartition(".")[0])
         parts.setdefault(found, []).append(entry)
     values = parts.pop(None, [])
-    scales: list[TensorEntry] = []
+    scales = others
     for settings, some in parts.items():
         assert settings is not None
         joined, rest = _with_scales(some, settings)
@@ -364,8 +368,6 @@ def _with_scales(
     join = _with_fp8_scales if quantization.format == "fp8" else _with_mxfp4_scales
     joined = {entry.name: join(entry, held, quantization.block) for entry in entries}
     scales = {new.scaled.scales.name for new in joined.values() if new.scaled is not None}
-    if quantization.format == "fp8":
-        scales |= {name for name in held if name.endswith(_OTHER_SCALES)}
     values = [new for name, new in joined.items() if name not in scales]
     return values, [held[name] for name in held if name in scales]
 

@@ -341,6 +341,15 @@ def test_a_config_of_modelopt(tmp_path: Path):
         np.testing.assert_array_equal(weights.array(X), weights.array("expected"))
 
 
+def test_scales_of_the_kv_cache_are_left_out(tmp_path: Path):
+    """llm-compressor writes them with any weights (`kv_cache_scheme`)."""
+    tensors = load_file(GOLDEN / "gptq_4_32.safetensors")
+    tensors |= {f"layers.0.{name}_scale": np.ones(1, np.float32) for name in ("k", "v")}
+    with opened(tmp_path, tensors, GPTQ) as weights:
+        assert sorted(weights.names()) == ["expected", X]
+        assert "layers.0.k_scale" in weights.scales()
+
+
 GPTQ = stated("gptq_4_32")
 OTHER_BITS = {"bits": 8, "group_size": -1, "sym": False}
 
