@@ -1,7 +1,7 @@
 """`nbflow warm`: compile the kernels that a model needs, before its first request.
 
-Loads the model and generates a few tokens: one sequence and a batch, greedy and sampled, with and
-without log-probabilities.  What is compiled meanwhile stays in the kernel cache.
+Loads the model and generates a few tokens: one sequence, four and a batch, greedy and sampled, with
+and without log-probabilities.  What is compiled meanwhile stays in the kernel cache.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def _generate(model: LLM, n_prompt: int, batch: int) -> None:
     n_prompt = max(1, min(n_prompt, model.spec.max_context - n_tokens))
     prompts = [[(i + j) % model.spec.vocab_size for j in range(n_prompt)] for i in range(batch)]
     sampled = {"decoding": "auto", "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    groups = [[[0]], prompts[:4], prompts]  # products have kernels for up to 1, 4 and 8 rows
     for options in ({}, {"logprobs": 1}, sampled):
-        for group in ([[0]], prompts):
+        for group in groups if batch > 4 else groups[::2]:
             model.generate_batch(group, n_tokens, ignore_eos=True, **options)
