@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,19 +45,6 @@ OWN_KERNEL = ("step_through_a_kernel",)
 """Notebooks that set something before they import Numba; the others share a kernel."""
 
 
-@pytest.fixture(scope="module")
-def core_of_its_own() -> Iterator[None]:
-    """Have one core where there is a worker for each: threads would wait for the others' cores."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if not worker or int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) < len(cores):
-        yield
-        return
-    os.sched_setaffinity(0, {cores[int(worker) % len(cores)]})
-    yield
-    os.sched_setaffinity(0, cores)
-
-
 class Kernel:
     """A Jupyter kernel that runs one notebook after the other; a new one after a failure."""
 
@@ -84,7 +70,7 @@ class Kernel:
 
 
 @pytest.fixture(scope="module")
-def kernel(tool, core_of_its_own: None, tmp_path_factory: Any) -> Iterator[Kernel]:
+def kernel(tool, tmp_path_factory: Any) -> Iterator[Kernel]:
     """Jupyter kernel of this file: imports and loaded models are the larger part of a short one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", PYTHONPATH)

@@ -27,12 +27,14 @@ def main() -> None:
 def check_model(folder: str, partitions: list[str]) -> None:
     comm, ids = world(), np.random.default_rng(3).integers(0, 101, 40)
     for weights, outliers in ((None, 0.0), ("q4", 0.01)):
+        # matrices are cut only where ranks share a layer: pipelines of whole ones run once
+        chosen = [p for p in partitions if weights is not None or "&" in p]
         options = {"weights": weights, "outliers": outliers, "kv": "f32"}
         with nbflow.load(folder, comm=SelfComm(), **options) as model:
             expected = model.logits(ids)
             text = model.generate(ids[:9].tolist(), max_tokens=8, ignore_eos=True).ids
             batch = several(model, ids)
-        for partition in partitions:
+        for partition in chosen:
             with nbflow.load(folder, partition=partition, **options) as model:
                 assert model.participates == (comm.rank in model.plan.numbers)
                 if model.participates:

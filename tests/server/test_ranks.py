@@ -103,7 +103,7 @@ def test_mpi(offline, tmp_path, partition, n):
 
 def check_sigterm(server):
     """The launcher forwards the signal to rank 0, which finishes all accepted requests."""
-    body, statuses = {"prompt": PROMPT, "max_tokens": 60, "n": 16}, []
+    body, statuses = {"prompt": PROMPT, "max_tokens": 60, "n": 8}, []
 
     def ask():
         statuses.append(server.http.post("/v1/completions", json=body).status_code)
@@ -129,11 +129,11 @@ def test_mpirun_passes_a_signal_to_every_rank_and_all_streams_end_whole(
 ):
     """The other ranks execute rank 0's steps until it has drained."""
     with Server(partitioned(partition), tmp_path, (str(MPIRUN), "-n", "2", *SERVE)) as server:
-        body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": True}
+        body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
         with contextlib.ExitStack() as stack:
             streams = [
                 stack.enter_context(server.http.stream("POST", "/v1/completions", json=body))
-                for _ in range(6)
+                for _ in range(3)
             ]
             server.process.send_signal(number)
             for stream in streams:
