@@ -218,8 +218,13 @@ def _grouped(
     return replace(one(storage), modules=tuple(rules))
 
 
-_MODELOPT = {"FP8": "fp8", "NVFP4": "modelopt", "W4A16_NVFP4": "modelopt"}
-"""Algorithms of ModelOpt."""
+_MODELOPT = {
+    "FP8": "fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
+    "NVFP4": "modelopt",
+    "W4A16_NVFP4": "modelopt",
+}
+"""Algorithms of ModelOpt; others scale activations by column (pre_quant_scale), or need blocks."""
 
 
 def _modelopt(table: Mapping[str, Any], at: str) -> Quantization:

@@ -65,8 +65,8 @@ def _from_model(resolved: ResolvedModel, file: WeightFile, rules: FormatRules, w
         sources = (ArrayRows(divisors),)
         tensors.append(TensorConversion(name, divisors.shape, "f32", "f32", sources))
     metadata = model_metadata(spec, arch)
-    check_reading(spec, family, metadata, [tensor.name for tensor in tensors], where)
+    lost = check_reading(spec, family, metadata, [tensor.name for tensor in tensors], where)
     entries, notes = vocabulary(resolved.tokenizer, spec.vocab_size)
     if len(spec.eos_token_ids) > 2:
         notes.append("the model has more than two EOS ids; GGUF stores the first two")
-    return {**metadata, **entries}, tensors, notes
+    return {**metadata, **entries}, tensors, [*lost, *notes]

@@ -19,8 +19,18 @@ from nbflow.checkpoint.dtypes import ITEM_BYTES
 from nbflow.checkpoint.readers import gguf
 from nbflow.checkpoint.writers.gguf import Metadata
 from nbflow.conversion.format_rules import FormatRules
+from nbflow.conversion.gguf_recurrent import ARCHITECTURES as RECURRENT
+from nbflow.conversion.gguf_recurrent import (
+    BY_HEAD,
+    as_read,
+    factor_of,
+    is_always_float32,
+    is_recurrent,
+    order_of,
+    shape_in_file,
+)
 from nbflow.conversion.plan import TensorConversion
-from nbflow.conversion.tensor_rows import ModelRows
+from nbflow.conversion.tensor_rows import ModelRows, Rows, StoredRows
 from nbflow.spec.architecture import RopeSpec
 from nbflow.spec.family import Family, family_of
 from nbflow.spec.from_config import build_spec
@@ -41,14 +51,23 @@ ARCHITECTURES = {
     "smollm3": "smollm3", "granitemoe": "granitemoe", "mpt": "mpt",
     "deepseek": "deepseek", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "gpt_oss": "gpt-oss", "seed_oss": "seed_oss", "arcee": "arcee", "ernie4_5": "ernie4_5",
-    "hunyuan": "hunyuan-dense", "exaone4": "exaone4",
+    "hunyuan": "hunyuan-dense", "exaone4": "exaone4", "exaone": "exaone", "dots1": "dots1",
+    "glm4_moe": "glm4moe", "solar_open": "glm4moe", "bailing_moe_v2": "bailingmoe2",
+    "afmoe": "afmoe", "exaone_moe": "exaone-moe", "mistral4": "mistral4",
+    "glm_moe_dsa": "glm-dsa", "ministral3": "mistral3", "olmo3": "olmo2",
+    "hunyuan_moe": "hunyuan-moe", "ernie4_5_moe": "ernie4_5-moe", "jais2": "jais2",
+    "minimax_m2": "minimax-m2", "gpt_bigcode": "starcoder", "qwen3_vl_moe": "qwen3moe",
+    "chatglm": "chatglm", "baichuan": "baichuan",
+    "iquestcoder": "llama", "sarvam_moe": "bailingmoe2", **RECURRENT,
 }  # fmt: skip
 """Families that can be written -> llama.cpp's name of the architecture."""
-QKV_IN_ONE = ("gpt2", "gptneox", "bloom", "falcon", "phi3", "mpt")
+QKV_IN_ONE = (
+    "gpt2", "gptneox", "bloom", "falcon", "phi3", "mpt", "bailingmoe2", "starcoder", "chatglm",
+)  # fmt: skip
 """Architectures with q, k and v concatenated in one tensor."""
 _MAY_DIFFER = (
     "name", "family", "tensors", "ignored_tensors", "eos_token_ids", "rope", "qkv_layout",
-    "transposed", "norm_offset", "gate_up_layout", "experts_transposed",
+    "transposed", "norm_offset", "gate_up_layout", "experts_transposed", "stored_rates",
 )  # fmt: skip
 """Fields compared separately, or not at all because they describe storage."""
 # GGUF stores float32; a field may be computed from two of them
@@ -64,6 +83,8 @@ def target_family(spec: ModelSpec) -> tuple[str, Family]:
             "safetensors (a folder as OUT) takes all"
         )
     arch = ARCHITECTURES[spec.family]
+    if arch == "nemotron_h" and spec.moe is not None:
+        arch = "nemotron_h_moe"
     return arch, family_of(f"gguf-{arch}", spec.name)
 
 
@@ -80,28 +101,49 @@ def plan_renamed(
     for name, unordered in held.items():
         members = sorted(unordered, key=_position_in_tensor)
         first = members[0]
-        interleaves = interleaved and (".attn.q." in first or ".attn.k." in first)
-        group = 1
-        if interleaves:
-            group = spec.head_dim
-        elif first.endswith("attn.k_b.weight"):  # read head by head
-            group = spec.shape_of(first)[0] // spec.n_heads
-        rows = tuple(
-            ModelRows(
-                spec, file, ours, group, interleaves, offset if _is_norm_weight(ours) else 0.0
-            )
-            for ours in members
+        rows = _rows(spec, file, members, interleaved, offset, arch)
+        parts = [(ours, spec.shape_of(ours)) for ours in members]
+        shape = shape_in_file(spec, first, _shape(spec, members))
+        dtype, fixed = rows[0].dtype, is_recurrent(arch) and is_always_float32(first)
+        format = (
+            "f32" if fixed else rules.of(name, parts) or _kept(dtype, _shape(spec, members), name)
         )
-        chosen = rules.of(name, [(ours, spec.shape_of(ours)) for ours in members])
-        dtype = rows[0].dtype
-        shape = _shape(spec, members)
-        format = chosen or _kept(dtype, shape, name)
         tensors.append(TensorConversion(name, shape, format, dtype, rows, tuple(members)))
     rules.check_rules()
     return tensors
 
 
+def _rows(
+    spec: ModelSpec,
+    file: WeightFile,
+    members: list[str],
+    interleaved: bool,
+    offset: float,
+    arch: str,
+) -> tuple[Rows, ...]:
+    """Return the sources of a tensor made of some of ours."""
+    first = members[0]
+    role = ".".join(first.split(".")[2:-1])
+    stored = {spec.tensor_layout(ours).name for ours in members}
+    if role in BY_HEAD and arch.startswith("qwen3") and len(members) > 1 and len(stored) == 1:
+        return (StoredRows(file, stored.pop()),)
+    interleaves = interleaved and role in ("attn.q", "attn.k")
+    group = spec.head_dim if interleaves else 1
+    if role == "attn.k_b":  # read head by head
+        group = spec.shape_of(first)[0] // spec.n_heads
+    rates = is_recurrent(arch) and role.endswith("a_log") and not spec.stored_rates
+    return tuple(
+        ModelRows(
+            spec, file, ours, group, interleaves, offset if _is_norm_weight(ours) else 0.0,
+            factor_of(spec, ours), rates, order_of(spec, ours),
+        )
+        for ours in members
+    )  # fmt: skip
+
+
 def _is_norm_weight(ours: str) -> bool:
+    if ours.endswith("delta.norm.weight"):
+        return False
     return ours.endswith("norm.weight") or _is_of_head(ours.split("."))
 
 
@@ -182,14 +224,16 @@ def _name(ours: str, spec: ModelSpec, family: Family, arch: str) -> str:
     last = (arch == "falcon" and spec.residual == "parallel") or (
         role == "attn.q" and spec.latent is not None and spec.latent.q_rank > 0
     )
-    return names[-1 if last else 0].replace("{i}", layer).removesuffix("weight") + kind
+    name = names[-1 if last else 0].replace("{i}", layer)
+    return name.removesuffix("weight") + kind if name.endswith(".weight") else name
 
 
 def _fused(role: str, family: Family) -> tuple[str, ...] | None:
     """Return a family's name of the fused tensor with one of our matrices."""
     for fused, members in FUSED.items():
-        if role in members:
-            return family.tensors.get(f"layers.{{i}}.{fused}.weight")
+        names = family.tensors.get(f"layers.{{i}}.{fused}.weight")
+        if role in members and names:
+            return names
     return None
 
 
@@ -213,8 +257,8 @@ def divisors_of(spec: ModelSpec) -> dict[str, np.ndarray[Any, Any]]:
 
 def check_reading(
     spec: ModelSpec, family: Family, metadata: Metadata, names: list[str], where: str
-) -> None:
-    """Raise unless the new file will be read as the same model."""
+) -> list[str]:
+    """Raise unless the new file will be read as the same model; return notes on what is lost."""
     read = build_spec(
         family,
         gguf.config_of({key: value for key, (_, value) in metadata.items()}),
@@ -223,29 +267,42 @@ def check_reading(
         checkpoint_tensors=names,
         rope_divisors={key: vector.tolist() for key, vector in divisors_of(spec).items()},
     )
+    found_as = {ours: read.tensor_layout(ours).name for ours in read.tensor_shapes()}
     for ours in spec.tensor_shapes():
-        if read.tensor_layout(ours).name not in names:
-            raise UsageError(
-                f"{where}: {ours} would not be found as {read.tensor_layout(ours).name}"
-            )
-    wanted, found = _comparable(spec), _comparable(read)
+        if found_as.get(ours, names[0]) not in names:
+            raise UsageError(f"{where}: {ours} would not be found as {found_as[ours]}")
+    expected, notes = as_read(spec)
+    wanted, found = _comparable(expected), _comparable(read)
     for key, value in wanted.items():
-        if not _is_close(value, found[key]):
+        if not _is_close(value, found.get(key)):
             raise UsageError(
                 f"{where}: GGUF files of {family.name} cannot store {key} = {value!r}: it would be "
-                f"read as {found[key]!r}; write safetensors (a folder as OUT)"
+                f"read as {found.get(key)!r}; write safetensors (a folder as OUT)"
             )
+    unread = spec.tensor_shapes().keys() - found_as.keys()
+    if unread:
+        raise UsageError(f"{where}: GGUF files of {family.name} have no {min(unread)}")
+    return notes
 
 
 def _comparable(spec: ModelSpec) -> dict[str, Any]:
     """Return the values that must be equal."""
     fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
     facts = {key: value for key, value in fields.items() if key not in _MAY_DIFFER}
+    if spec.moe is not None and spec.moe.groups == 1:
+        facts["moe"] = dataclasses.replace(spec.moe, group_score="max")
     facts |= {"rope.theta": spec.rope.theta, "rope.dim": spec.rope.dim}
     facts["rope.scaling"] = _angles(spec.rope, spec.max_context)
+    if spec.rope.scaling is not None and spec.latent is not None:
+        facts["rope.softmax_factor"] = spec.rope.scaling.softmax_factor
     facts["biases"] = sorted(spec.biases)
     kinds = map(spec.kind_of, range(spec.n_layers))  # `full_layers` says which have windows
     facts["layer_kinds"] = [dataclasses.replace(kind, window=False) for kind in kinds]
+    layers = range(spec.n_layers)
+    if spec.moe is not None and all(
+        i in spec.moe.layers or not spec.kind_of(i).feed_forward for i in layers
+    ):
+        del facts["intermediate_size"]  # no layer has a dense network
     if spec.position != "alibi":
         del facts["alibi_scaled"]
     if spec.local_rope is not None:
@@ -260,8 +317,8 @@ def _angles(rope: RopeSpec, max_context: int) -> list[float]:
     short, factor = rope.scaling.frequencies(rope.dim, rope.theta, 1)
     longest, long_factor = rope.scaling.frequencies(rope.dim, rope.theta, max_context)
     plain = rope.theta ** (-np.arange(0, rope.dim, 2) / rope.dim)
-    factors = factor, long_factor, rope.scaling.softmax_factor
-    if factors == (1.0, 1.0, 1.0) and all(np.array_equal(f, plain) for f in (short, longest)):
+    factors = factor, long_factor
+    if factors == (1.0, 1.0) and all(np.array_equal(f, plain) for f in (short, longest)):
         return [rope.theta]  # dynamic scaling within the trained context
     return [rope.theta, *factors, *short.tolist(), *longest.tolist()]
 

@@ -83,6 +83,12 @@ class ModelRows:
     interleaves: bool = False
     """True to interleave the rows of rotary pairs."""
     offset: float = 0.0
+    factor: float = 1.0
+    rates: bool = False
+    """True to write the negative rates of a recurrent layer, of whose magnitudes a checkpoint holds
+    the logarithms."""
+    order: tuple[np.ndarray[Any, Any] | None, np.ndarray[Any, Any] | None] = None, None
+    """Order of the rows, then all are read at once, and of the columns; None as they are."""
 
     @property
     def n_rows(self) -> int:
@@ -99,7 +105,8 @@ class ModelRows:
         """Stored format; tensors not stored as rows, or as `StoredRows.dtype`, are float32."""
         place = self.spec.tensor_layout(self.name)
         dtype = StoredRows(self.file, place.name).dtype
-        return "f32" if place.head_rows and dtype not in ITEM_BYTES else dtype
+        changed = place.head_rows or self.factor != 1.0 or self.order[1] is not None
+        return "f32" if changed and dtype not in ITEM_BYTES else dtype
 
     def _part(self, start: int, stop: int) -> Operand:
         is_vector = len(self.spec.shape_of(self.name)) < 2
@@ -108,12 +115,21 @@ class ModelRows:
     def array(self, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Return rows [start, stop), with pairs interleaved."""
         rows = self._interleaved(read_operand(self.spec, self.file, self._part(start, stop)))
+        if self.order[0] is not None:
+            rows = rows[self.order[0]]
+        if self.order[1] is not None:
+            rows = np.ascontiguousarray(rows[:, self.order[1]])
+        if self.rates:
+            rows = -np.exp(rows.astype(np.float64)).astype(np.float32)
+        if self.factor != 1.0:
+            rows = rows.astype(np.float32) * np.float32(self.factor)
         return rows + np.float32(self.offset) if self.offset else rows
 
     def blocks(self, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Return the bytes of rows [start, stop), with pairs interleaved."""
         pieces = read_quantized_operand(self.spec, self.file, self._part(start, stop))
-        return self._interleaved(np.concatenate([piece.data for piece in pieces]))
+        rows = np.concatenate([piece.data for piece in pieces])
+        return self._interleaved(rows if self.order[0] is None else rows[self.order[0]])
 
     def raw(self) -> Iterator[bytes]:
         """Yield the bytes of a plain type."""
@@ -216,5 +232,7 @@ def quantized_chunks(
 
 def _spans(rows: Rows) -> Iterator[tuple[int, int]]:
     each = max(1, _CHUNK_WEIGHTS // max(1, rows.n_columns) // rows.group) * rows.group
+    if isinstance(rows, ModelRows) and rows.order[0] is not None:
+        each = max(1, rows.n_rows)
     for start in range(0, rows.n_rows, each):
         yield start, min(start + each, rows.n_rows)

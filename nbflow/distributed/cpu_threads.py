@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from nbflow.distributed.comm import Comm
 from nbflow_kernels.cpu import pinning
-from nbflow_kernels.cpu.cpu_quota import cpu_quota
-from nbflow_kernels.cpu.thread_pool import available_cores
+from nbflow_kernels.cpu.cpu_quota import available_cores, cpu_quota
 from nbflow_kernels.errors import UsageError
 
 Affinity = tuple[str, frozenset[int]]

@@ -18,7 +18,7 @@ import numpy as np
 from nbflow.distributed.comm import Comm, SelfComm
 from nbflow.distributed.launch import LAUNCHERS, launched_as
 from nbflow.utils.rank_status import status
-from nbflow_kernels.cpu.thread_pool import available_cores
+from nbflow_kernels.cpu.cpu_quota import available_cores
 from nbflow_kernels.errors import MissingExtraError, install_command
 
 

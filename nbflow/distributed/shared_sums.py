@@ -5,22 +5,23 @@ that wake up wait for the interpreter's lock.  As a call of the step's graph it 
 spins.  The sums are those of `Comm.Allreduce` to the bit: in rank order.
 
 A rank copies its numbers to its *staging* memory, publishes the address, counts itself as arrived,
-waits for the others, and adds what all have published.  Two stagings take turns: whoever begins
-exchange k + 2 has seen everybody arrive at k + 1, and nobody still reads those of k.
+waits for the others, and adds what all have published.  Two staging buffers take turns: a rank that
+begins exchange k + 2 has seen all ranks arrive at k + 1, so none still reads the buffers of k.
 """
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 
 from nbflow.utils.rank_status import hang_seconds
 from nbflow_kernels.cpu import atomics, interpreter, jit, simd
+from nbflow_kernels.cpu.cpu_quota import available_cores
 from nbflow_kernels.cpu.graph import GraphNode
 from nbflow_kernels.cpu.parallel_for import get_num_threads
 from nbflow_kernels.cpu.simd_memory import load_first, read_i64, store_first, write_i64
-from nbflow_kernels.cpu.thread_pool import available_cores
 
 # Indices of int64 cells, a cache line apart; `_RANKS` is the first line of rank 0.
 _ARRIVED, _FAILED, _SPINS, _YIELD, _SLEEP, _SLEEPS, _RANKS = 0, 8, 16, 17, 18, 19, 24
@@ -28,12 +29,13 @@ _DONE, _SENT, _STAGING, _CAPACITY, _PUBLISHED = 0, 1, 2, 3, 4
 """Cells of a rank: exchanges done, bytes sent, its memory and number of floats, two addresses."""
 LINE = 8
 SPINS, FEW_SPINS, YIELDS, SLEEP_US = 20_000, 50, 500, 50
-"""As in `nbflow_kernels.cpu.thread_pool`: polls with a pause, then with a yield, then sleeps."""
+"""Polls of a waiting rank with a pause (few where ranks share cores), then with a yield; then
+microseconds of a sleep.  `nbflow_kernels.cpu.thread_pool` waits alike."""
 LANES = 16
 
 
 @jit.device_function
-def _wait(cells, target):
+def _wait(cells: Any, target: Any) -> Any:
     """Wait until `target` ranks have arrived in all; False if a rank has failed or is too late."""
     for _ in range(read_i64(cells + 8 * _SPINS)):
         if atomics.load(cells + 8 * _ARRIVED) >= target:
@@ -51,7 +53,7 @@ def _wait(cells, target):
 
 
 @jit.kernel
-def _all_reduce(cells, rank, size, numbers, start, stop):
+def _all_reduce(cells: Any, rank: Any, size: Any, numbers: Any, start: Any, stop: Any) -> None:
     """Replace flat float32 `numbers` by their sums over all ranks; unchanged if one has failed."""
     mine = cells + 8 * (_RANKS + LINE * rank)
     done = read_i64(mine + 8 * _DONE)
@@ -111,6 +113,11 @@ class SharedSums:
     def bytes_sent(self, rank: int) -> int:
         """Return the bytes that a rank has sent, those to several ranks several times."""
         return int(self._cells[_RANKS + LINE * rank + _SENT])
+
+    @property
+    def has_failed(self) -> bool:
+        """True after `fail`, and after a rank has waited too long, until `clear`."""
+        return bool(self._cells[_FAILED])
 
     def fail(self) -> None:
         """End every wait, now and later."""

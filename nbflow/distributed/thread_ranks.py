@@ -63,6 +63,10 @@ class _Shared:
             if rank in ranks:
                 group.refuse(ranks.index(rank))
 
+    def sums_have_failed(self) -> bool:
+        """Return whether an all-reduce of a graph, here or in a group, ended without its sum."""
+        return self.sums.has_failed or any(g.sums_have_failed() for g in list(self.groups.values()))
+
     def clear_refusals(self) -> None:
         """Remove the sentinels of `refuse` while no rank runs; messages in flight stay."""
         for queue in self.queues.values():
@@ -161,6 +165,20 @@ class ThreadComm(Comm):
             return None
         return SelfComm() if len(key) == 1 else ThreadComm(group, key.index(self.rank))
 
+    def check_sums(self) -> None:
+        """Raise if an all-reduce of a graph, which cannot raise itself, ended without its sum.
+
+        Raises
+        ------
+        RankFailure
+            If a rank waited too long for the others, or another rank left the call.
+        """
+        if self._shared.sums_have_failed():
+            raise RankFailure(
+                f"rank {self.rank} has not got the sum of an all-reduce: another rank failed, or "
+                f"did not arrive within {3 * hang_seconds():g} s"
+            )
+
     def abort(self) -> None:
         """Break all present and future communication of the other ranks."""
         self._shared.abort()
@@ -244,6 +262,7 @@ def _serve(
     while (function := calls.get()) is not None:
         try:
             result = function(comm)
+            comm.check_sums()
         except BaseException as error:
             if _refusal(error):
                 comm.refuse()

@@ -44,9 +44,9 @@ from nbflow.planner.measure_kernels import (
 from nbflow.planner.rates import Rates
 from nbflow.utils import system
 from nbflow_kernels.benchmarks.roofline import ReadProbe
+from nbflow_kernels.cpu.cpu_quota import available_cores
 from nbflow_kernels.cpu.graph import CpuGraph
 from nbflow_kernels.cpu.parallel_for import capture, get_num_threads, run_graph, set_num_threads
-from nbflow_kernels.cpu.thread_pool import available_cores
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantized_matmul import cpu as quantized
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
@@ -150,7 +150,12 @@ def _machine(ranks: list[tuple[Device, Link | None, str]], what: str) -> Machine
     n, per_host = len(ranks), hosts.count(hosts[0])
     links = [link for _, link, _ in ranks if link is not None]
     if links:  # an exchange has ended when the last rank has it
-        slowest = Link(max(x.latency_s for x in links), min(x.bytes_per_s for x in links), "gather")
+        slowest = Link(
+            max(x.latency_s for x in links),
+            min(x.bytes_per_s for x in links),
+            "gather",
+            max(x.all_reduce_latency_s for x in links),
+        )
     devices = with_means([device for device, _, _ in ranks])
     return Machine(
         name=f"{hosts[0]}-{n}",
@@ -188,7 +193,7 @@ def _mean(values: Sequence[Any]) -> Any:
         return tuple(map(_mean, zip(*values, strict=True)))
     if isinstance(first, Mapping):
         return {key: _mean([value[key] for value in values]) for key in first}
-    if dataclasses.is_dataclass(first):
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
         fields = {name: _mean([getattr(value, name) for value in values]) for name in names}
         return dataclasses.replace(first, **fields)

@@ -357,6 +357,8 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]], spec
     if op.kind != "linear" or op.out == "router":
         return op
     role = _role(op)
+    if role == "experts.out" and plan.index > 0:  # of partial sums: one rank adds the bias
+        return dataclasses.replace(op, bias=())
     if role not in cuts:  # attn.q_a, attn.kv_a: replicated
         return op
     if role not in ROW_PARALLEL:

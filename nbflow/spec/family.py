@@ -61,7 +61,7 @@ class ConfigRule:
     """Keys, of which the first present one counts; a dot enters a table, ``{arch}`` stands for a
     GGUF file's architecture."""
     default: Any = None
-    """Value without a key."""
+    """Value without a key; with `kinds`, n for every n-th layer."""
     same_as: str | None = None
     """Field above to copy without a key."""
     formula: str | None = None
@@ -200,9 +200,12 @@ def _find(name: str, where: str, beside: Path | None) -> Path:
 def family_of(model_type: Any, where: str) -> Family:
     """Return the family of a ``model_type``."""
     if not isinstance(model_type, str) or model_type not in _served():
+        of_gguf = str(model_type).startswith("gguf-")
+        available = [kind for kind in _served() if kind.startswith("gguf-") == of_gguf]
         raise UsageError(
-            f"{where}: {unknown_name('model_type', model_type, _served())}; a spec file that names "
-            "a family can say how to read this model"
+            f"{where}: {unknown_name('model_type', model_type, available)}; a file for --spec says "
+            'how to read another one, most shortly with extends = "FAMILY" '
+            "(docs/bring_your_own_architecture.md)"
         )
     return get_family(_served()[model_type], where)
 
@@ -418,14 +421,16 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
     if rule.get("count") and name != "n_layers":
         raise UsageError(f"{at}: count goes with n_layers")
     kinds = strings(rule.get("kinds", []), f"{at} kinds")
-    if kinds and (name != "layer_types" or len(kinds) != 2 or default is not None):
+    if kinds and (
+        name != "layer_types" or len(kinds) != 2 or type(default) not in (int, type(None))
+    ):
         raise UsageError(
-            f"{at}: kinds are the two kinds of layer_types, without a default: of the layers that "
-            f"the key says, and of the others; got {list(kinds)!r:.80}"
+            f"{at}: kinds are the two kinds of layer_types, of the layers that the key says and of "
+            f"the others, and a default is n for every n-th layer; got {list(kinds)!r:.80}"
         )
     return ConfigRule(
         keys=strings(rule.get("keys", []), f"{at} keys"),
-        default=None if default is None else check_field(default, at, FIELDS[name]),
+        default=default if kinds or default is None else check_field(default, at, FIELDS[name]),
         same_as=same_as,
         formula=None if formula is None else check_formula(formula, f"{at} formula"),
         optional=check_value(rule.get("optional", False), f"{at} optional", bool),

@@ -253,9 +253,7 @@ def _from_config(
             value = len(check_value(value, f"{where}: {key}", str if type(value) is str else [str]))
         if rule.kinds:
             offset = None if rule.offset is None else lookup(config, rule.offset)
-            if rule.from_one and isinstance(value, list):
-                value = [i - 1 if type(i) is int else i for i in value]
-            return types_of(value, rule.kinds, values["n_layers"], f"{where}: {key}", offset)
+            return types_of(value, rule, values["n_layers"], f"{where}: {key}", offset)
         if rule.where is not None:
             is_pattern = isinstance(value, str)
             each = tuple(value) if is_pattern else check_value(value, f"{where}: {key}", [str])
@@ -287,6 +285,8 @@ def _from_config(
         return check_field(other, f"{where}: {field}", FIELDS[field])
     if rule.formula is not None:
         return _computed(field, rule.formula, config, where, values)
+    if rule.kinds and rule.default is not None:
+        return types_of(rule.default, rule, values["n_layers"], f"{where}: {field}")
     return rule.default
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nbflow.spec.architecture import LAYER_KINDS, LayerKind
-from nbflow.spec.family import Family
+from nbflow.spec.family import ConfigRule, Family
 from nbflow.spec.fields import FIELDS, MAX_ITEMS, check_field
 from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import check_value
@@ -14,12 +14,16 @@ from nbflow_kernels.errors import UsageError
 
 
 def types_of(
-    stated: Any, kinds: Sequence[str], n: int, where: str, offset: Any = None
+    stated: Any, rule: ConfigRule, n: int, where: str, offset: Any = None
 ) -> tuple[str, ...]:
-    """Return layer_types from numbers of layers, or n for every n-th layer.
+    """Return layer_types from numbers of layers, n for every n-th layer, or a boolean for each.
 
-    The first of the latter is `offset`, by default n - 1.
+    The first of every n layers is `offset`, by default n - 1; false is the first kind.
     """
+    if isinstance(stated, list) and stated and all(isinstance(item, bool) for item in stated):
+        return tuple(rule.kinds[item] for item in stated[:MAX_ITEMS])
+    if rule.from_one and isinstance(stated, list):
+        stated = [i - 1 if type(i) is int else i for i in stated]
     if isinstance(stated, int) and not isinstance(stated, bool):
         if not 1 <= stated <= MAX_ITEMS:
             raise UsageError(f"{where}: must be 1..{MAX_ITEMS}, got {shown(stated)}")
@@ -31,7 +35,7 @@ def types_of(
         chosen = set(check_field(stated, where, FIELDS["dense_layers"]))
     if not chosen <= set(range(n)):
         raise UsageError(f"{where}: layers must be 0..{n - 1}, got {max(chosen)}")
-    return tuple(kinds[i not in chosen] for i in range(n))
+    return tuple(rule.kinds[i not in chosen] for i in range(n))
 
 
 def words_by_tensor(

@@ -91,7 +91,7 @@ def stored_biases(
             biases.update(part for part in parts if _bias_stored(part, names, checkpoint, layers))
         elif switch == ALWAYS or _switch(config, switch, where):
             biases.update(parts)
-    return frozenset(biases if values["gated"] else biases - {"ffn.gate"})
+    return frozenset(biases if values["gated"] else biases - {"ffn.gate", "shared.gate"})
 
 
 def _bias_stored(

@@ -29,11 +29,15 @@ steps, output."""
 MAMBA1_VECTORS = ("mamba1.a_log", "mamba1.dt_bias", "mamba1.d")
 """Mamba-1: logarithm of the decay rates, a row per channel; what is added to the time steps; weight
 of the skip connection."""
+EXPERT_PROJECTIONS = ("experts.in", "experts.out")
+"""Projections before and behind all experts of a layer (expert_latent_size)."""
+SHARED_MATRICES = tuple(f"shared.{part}" for part in ("gate", "up", "down"))
 LINEARS = (
     "attn.q", "attn.k", "attn.v", "attn.o", "attn.gate", "attn.mask", "attn.q_a", "attn.kv_a",
     *CROSS,
     *SHORT_CONV, *DELTA, *DELTA_RANKS, *SSM, *MAMBA1, *LIGHTNING,
     "ffn.gate", "ffn.up", "ffn.down", "router", "moe.gate", "moe.up", "moe.down",
+    *SHARED_MATRICES, *EXPERT_PROJECTIONS,
 )  # fmt: skip
 """Matrices of a layer that may have a bias; moe.gate, .up and .down have one tensor of biases
 (experts, width) for all experts."""
@@ -70,11 +74,8 @@ EXPERT_MATRICES = tuple(f"moe.{{j}}.{part}" for part in ("gate", "up", "down"))
 HEAD_NORMS = ("attn.q_norm.{j}", "attn.k_norm.{j}")
 """Norms of the queries or keys of head j; a checkpoint's name without {j} is a fused tensor
 (heads, columns)."""
-EXPERT_PROJECTIONS = ("experts.in", "experts.out")
-"""Projections before and behind all experts of a layer (expert_latent_size), without bias."""
 RETRIEVAL = ("retrieval.router", "retrieval.down", "retrieval.up")
 """Keys of both halves, and the two rows of every expert of retrieved_experts; without bias."""
-SHARED_MATRICES = tuple(f"shared.{part}" for part in ("gate", "up", "down"))
 
 INDEXER = ("attn.index_q", "attn.index_k", "attn.index_weights")
 """Matrices of an indexer: queries, keys, weights of the heads; without bias."""
@@ -104,13 +105,12 @@ _IN_LAYERS = (
     *LAYER_NORMS, *BESIDE_DENSE, *STREAMS, *LAUREL, *LAYER_EMBED, *LAYER_VECTORS,
     *HEAD_NORMS, "attn.sinks", *LINEARS, *DELTA_CONVS, *DELTA_VECTORS,
     *SSM_VECTORS, *MAMBA1_VECTORS, *XIELU, *LATENT_MATRICES, *INDEXER, *FUSED, *EXPERT_MATRICES,
-    "moe.gate_up", *EXPERT_PROJECTIONS, *RETRIEVAL,
-    *SHARED_MATRICES, "shared_gate",
+    "moe.gate_up", *RETRIEVAL, "shared_gate",
 )  # fmt: skip
 _ONE_KIND = {
     "bias": ("embed", "positions", "position_bias", "types", "attn.k_b", "attn.v_b", "attn.kv_b",
              "attn.sinks", *INDEXER, *HEAD_NORMS, *DELTA_VECTORS, *SSM_VECTORS, *MAMBA1_VECTORS,
-             *XIELU, *EXPERT_PROJECTIONS, *RETRIEVAL, *STREAMS, *LAUREL, *LAYER_EMBED,
+             *XIELU, *RETRIEVAL, *STREAMS, *LAUREL, *LAYER_EMBED,
              *LAYER_VECTORS, *STREAM_MATRICES, "layer_embed", "layer_embed.in",
              "layer_embed_norm", "router_norm"),
     "weight": (*EXPERT_BIASES, "moe.gate_up"),

@@ -86,6 +86,21 @@ def test_a_failing_rank_ends_captured_all_reduces(team, error):
         team.run(run)
 
 
+def test_a_rank_that_does_not_arrive_fails_the_call(monkeypatch):
+    """A graph cannot raise: the call must not return numbers that were never summed."""
+    monkeypatch.setenv("NBFLOW_HANG_S", "0.05")
+    team = ThreadRanks(2)
+
+    def run(comm: Comm):
+        set_num_threads(1)
+        if comm.rank == 0:
+            run_graph(CpuGraph([comm.captured_all_reduce(np.ones(20, np.float32))], 1))
+
+    with pytest.raises(RankFailure, match="sum of an all-reduce"):
+        team.run(run)
+    team.close()
+
+
 def test_all_gather_puts_uneven_columns_side_by_side(team):
     widths = [3, 1, 2]
     whole = np.arange(24, dtype=np.float32).reshape(4, 6)

@@ -1,22 +1,47 @@
-"""Kernels that a process compiles while another one compiles attention."""
+"""Kernels that other processes compile while a model is loaded."""
 
 from __future__ import annotations
 
-from numba import int64
+import inspect
 
-from nbflow.engine.compile_ahead import sampling_kernels
-from nbflow_kernels.cpu import thread_pool
+import pytest
+from numba.core import types
+from numba.core.registry import CPUDispatcher
+
+from nbflow.distributed import quantized_all_reduce
+from nbflow.engine import compile_ahead, multi_step
+from nbflow.executor import attention_plans, bind
+from nbflow_kernels.attention.cpu.flash_attention import flash_attention
+from nbflow_kernels.attention.cpu.scheduler import schedule
+from nbflow_kernels.cpu.jit import CachedKernel
+from nbflow_kernels.kv_cache.cpu import _append_floats
 from nbflow_kernels.logits.cpu import _token_log_probs
 from nbflow_kernels.sampling.cpu import _argmax
 
 
-def test_what_follows_the_first_forward_pass_is_compiled(model):
-    for compile_one in (*sampling_kernels(), thread_pool.compile_pool):
-        compile_one()
-    pool = (thread_pool._serve, thread_pool._announce)  # the first has the jobs' code
-    assert all((int64, int64, int64) in kernel.overloads for kernel in pool)
-    kernels = (_argmax, _token_log_probs)
-    compiled = [set(kernel.overloads) for kernel in kernels]
-    assert all(compiled)
+@pytest.mark.parametrize("module", [multi_step, bind, attention_plans, quantized_all_reduce])
+def test_kernels_call_only_functions_of_the_digest(module):
+    """Their cache entries are found by their module and `nbflow_kernels`, wherever nbflow lies."""
+    kernels = [found for found in vars(module).values() if isinstance(found, CachedKernel)]
+    own = [kernel for kernel in kernels if kernel.py_func.__module__ == module.__name__]
+    assert own
+    for kernel in own:
+        assert kernel._cache._cache_file._stamp[1] is None
+        used = inspect.getclosurevars(kernel.py_func).globals.values()
+        modules = {found.__module__ for found in used if isinstance(found, CPUDispatcher)}
+        assert all(name.startswith(("nbflow_kernels.", module.__name__)) for name in modules)
+
+
+def test_the_kernels_are_those_that_a_model_calls(model, monkeypatch):
+    asked = []
+    monkeypatch.setattr(CachedKernel, "is_cached", lambda self, sig: asked.append((self, sig)))
+    monkeypatch.setattr(compile_ahead, "may_fork", lambda: True)
+    monkeypatch.setattr(compile_ahead, "compile_in_processes", list)
+    tasks = compile_ahead.compile_ahead(model.spec, "f16")
+    monkeypatch.undo()
+    kernels = [kernel for kernel, _ in asked]
+    assert {flash_attention, schedule, _append_floats, _token_log_probs, _argmax} == set(kernels)
+    assert len(tasks) == len(kernels)
     model.generate([1, 2, 3], max_tokens=1)
-    assert [set(kernel.overloads) for kernel in kernels] == compiled
+    for kernel, signature in asked:
+        assert tuple(map(types.unliteral, signature)) in kernel.overloads, kernel

@@ -1,4 +1,4 @@
-"""Processes that fill one kernel cache: locks, the helper for attention, an unusable folder."""
+"""Processes that fill one kernel cache: locks, children that compile, an unusable folder."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numba.core import types
 
 from nbflow_kernels.compilation.file_lock import FileLock
-from nbflow_kernels.compilation.jit_cache import lock_path
-from nbflow_kernels.cpu import jit
-from nbflow_kernels.cpu.graph import CpuGraph, GraphNode, compile_meanwhile, signature_of
-from nbflow_kernels.cpu.thread_pool import ThreadPool
+from nbflow_kernels.cpu import graph, jit
+from nbflow_kernels.cpu.compile_processes import VARIABLE, compile_in_processes, may_fork
+from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
 
 KERNEL = """
 import warnings
@@ -118,78 +118,69 @@ def test_the_lock_of_a_process_that_ended_is_free(tmp_path):
     assert FileLock(path).acquire() is False
 
 
+def test_the_kernels_of_a_graph_are_shared_with_a_child(monkeypatch):
+    tasks = []
+    monkeypatch.setattr(graph, "compile_in_processes", lambda given: tasks.extend(given))
+    monkeypatch.setattr(jit.CachedKernel, "is_cached", lambda kernel, signature: False)
+    out = np.zeros(3, np.int32), np.zeros(3, np.int64), np.zeros(3, np.float32)
+    CpuGraph([GraphNode(_count, (array,), 3, 1.0) for array in out], 1)
+    signatures = [task.args[0][0] for task in tasks]
+    assert signatures == [types.float32[::1], types.int64[::1]]  # this process begins with int32
+
+
 @jit.kernel
 def _count(out, start, stop):
     for i in range(start, stop):
         out[i] = i
 
 
-def test_a_graph_that_waits_for_another_process_compiles_something_else():
-    out = np.zeros(3, np.int32)
-    call = GraphNode(_count, (out,), 3, 1.0)
-    entry = _count._cache._entry(signature_of(call), _count.targetctx)
-    other, begun = FileLock(lock_path(entry)), []
-    other.acquire()
-    compile_meanwhile.extend([lambda: begun.append(1), other.release, lambda: begun.append(2)])
-    try:
-        graph = CpuGraph([call], 1)
-        assert begun == [1]  # then the other process was done
-        assert len(compile_meanwhile) == 1
-    finally:
-        compile_meanwhile.clear()
-        other.release()
-    ThreadPool(1).run_graph(graph)
-    assert out.tolist() == [0, 1, 2]
-
-
-HELPER = """
-import sys
-from pathlib import Path
+CHILDREN = """
+import os, sys, time
+from numba import float32, int64
 from numba.core import event
-from nbflow_kernels.attention.cpu import precompile
-from nbflow_kernels.attention.cpu.flash_attention import flash_attention
-from nbflow_kernels.cpu.graph import signature_of
-from nbflow_kernels.compilation.jit_cache import cache_root
+from nbflow_kernels.cpu.compile_processes import compile_in_processes
+from nbflow_kernels.cpu.graph import missing_kernel
 
-helper = precompile.start_helper((1, 1), (32, 32))
-print(helper and helper.pid, flush=True)
-if helper is None or "wait" in sys.argv:
+task = missing_kernel(some_kernels.total, (float32, int64))
+print(*compile_in_processes([(lambda: time.sleep(90)) if "wait" in sys.argv else task]), flush=True)
+if "wait" in sys.argv:
     sys.stdin.read()
-while not list(cache_root().rglob("flash_attention*.lock")):
-    assert helper.poll() is None
+while missing_kernel(some_kernels.total, (float32, int64)):
+    time.sleep(0.01)
 with event.install_recorder("numba:compile") as compiled:
-    flash_attention.compile(signature_of(precompile._attention((1, 1), (32, 32))))
-print(len(compiled.buffer), helper.wait(), precompile.start_helper((1, 1), (32, 32)))
+    some_kernels.total.compile((float32, int64))
+print(len(compiled.buffer), missing_kernel(some_kernels.total, (float32, int64)))
 """
 two_processors = pytest.mark.skipif(
-    len(os.sched_getaffinity(0)) < 2, reason="the helper needs a second processor"
+    not may_fork(), reason="children are for Linux with two processors"
 )
 
 
 @two_processors
-def test_the_caller_loads_the_attention_that_the_helper_compiles(tmp_path):
-    first, second = _output(_start(HELPER, tmp_path)).splitlines()
-    assert int(first) > 0
-    assert second == "0 0 None"  # nothing compiled here, a clean end, and nothing left to do
+def test_the_parent_loads_what_a_child_compiled(tmp_path, program):
+    child, found = _output(_start(f"{program}\n{CHILDREN}", tmp_path / "cache")).splitlines()[-2:]
+    assert int(child) > 0
+    assert found == "0 None"
 
 
 @two_processors
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_the_helper_ends_with_its_caller(tmp_path, how):
+def test_a_child_ends_with_its_parent(tmp_path, program, how):
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    caller = subprocess.Popen(
-        [sys.executable, "-c", HELPER, "wait"], env=environment, text=True,
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"{program}\n{CHILDREN}", "wait"], env=environment, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    assert caller.stdin is not None
-    assert caller.stdout is not None
-    helper = int(caller.stdout.readline())
-    _until(lambda: list(tmp_path.rglob("*.lock")))
-    caller.send_signal(how)
-    caller.wait(60)
-    _until(lambda: not _runs(helper))
-    caller.stdin.close()
-    caller.stdout.close()
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    parent.stdout.readline()  # of the module
+    child = int(parent.stdout.readline())
+    assert _runs(child)
+    parent.send_signal(how)
+    parent.wait(60)
+    _until(lambda: not _runs(child))
+    parent.stdin.close()
+    parent.stdout.close()
 
 
 def _runs(process: int) -> bool:
@@ -200,10 +191,6 @@ def _runs(process: int) -> bool:
     return state != "Z"  # an ended process without a parent
 
 
-@pytest.mark.parametrize("value", ["0"])
-def test_no_helper_where_the_variable_forbids_it(tmp_path, value):
-    process = _start(HELPER, tmp_path, NBFLOW_COMPILE_HELPER=value)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "None\n"
-    process.kill()
-    process.communicate()
+def test_no_child_where_the_variable_forbids_it(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "0")
+    assert compile_in_processes([lambda: None]) == []

@@ -104,7 +104,8 @@ def test_a_partition_that_needs_more_ranks(checkpoint):
 
 
 def test_the_planner_chooses_a_partition_that_runs(tmp_path):
-    """By tensor is best where links are fast, one rank where they are slow."""
+    """By tensor is best where links are fast, one rank where they are slow; replicas for many
+    sequences, whose tokens are those of one rank."""
     for name, bytes_per_s, latency_s in (("fast", 1e12, 1e-9), ("slow", 1e3, 1.0)):
         machine = Machine(
             "m", (Device("d", 1e9, 1e9, {"f32": 1e12}),) * 2, 2,
@@ -113,12 +114,17 @@ def test_the_planner_chooses_a_partition_that_runs(tmp_path):
         (tmp_path / f"{name}.toml").write_text(machine_toml(machine))
     code = (
         "import nbflow\n"
-        "from nbflow.distributed import world\n"
-        "for name in ('fast', 'slow'):\n"
+        "from nbflow.distributed import SelfComm, world\n"
+        "prompts = ['def f', 'import os', 'x = [']\n"
+        "def ids(model): return [r.ids for r in model.generate_batch(prompts, max_tokens=4)]\n"
+        "with nbflow.load('tiny_python', comm=SelfComm(), threads=1) as model: one = ids(model)\n"
+        "for name, aim in (('fast', 'latency'), ('slow', 'latency'), ('slow', 'throughput')):\n"
         f"    machine = {str(tmp_path)!r} + f'/{{name}}.toml'\n"
-        "    options = {'partition': 'auto', 'machine': machine, 'threads': 1}\n"
+        "    options = {'partition': 'auto', 'machine': machine, 'optimize': aim, 'threads': 1}\n"
         "    with nbflow.load('tiny_python', **options) as model:\n"
-        "        if model.participates and world().rank == 0: print(model.plan.partition)\n"
+        "        same = not model.participates or ids(model) == one\n"
+        "        if model.participates and world().rank == 0: print(model.plan.partition, same)\n"
     )
     done = mpirun(2, "-m", "mpi4py", "-c", code)
-    assert (done.returncode, done.stdout.split()) == (0, ["0&1", "0"]), done.stderr
+    printed = ["0&1 True", "0 True", "0/1 True"]
+    assert (done.returncode, done.stdout.splitlines()) == (0, printed), done.stderr

@@ -174,6 +174,22 @@ def test_exchanges_take_the_latency_of_the_link():
     assert decode_s("0&1", link=link) == pytest.approx((2 * LAYERS + 3) * 1e-4, rel=1e-9)
     one = Workload(1, CONTEXT - 4, 8)
     assert decode_s("0;1", one, link=link) == pytest.approx(2 * 1e-4, rel=1e-9)
+    captured = dataclasses.replace(link, all_reduce_latency_s=1e-6)  # logits, tokens: not captured
+    wanted = (2 * LAYERS + 1) * 1e-6 + 2 * 1e-4
+    assert decode_s("0&1", link=captured) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_a_pipeline_divides_a_batch_of_prompts():
+    """Two stages: a half of the prompts is in the second one while the first has the other."""
+    formats = {"q4_0": {"int8": rates(1e-9, 1e-9, 1e-9)}, "f16": {"f32": rates()}}
+    config = RunConfig(kv="f16", activations="int8")
+    whole, half = (
+        predict(model(), "0;1", machine(2, formats=formats), Workload(n, 16, 8), config).prefill_s
+        for n in (4, 2)
+    )
+    one_step = 2 * 16 * WEIGHTS / 2 * 1e-9  # of two prompts on a stage; the link takes no time
+    assert whole == pytest.approx(3 * one_step, rel=1e-9)
+    assert half == pytest.approx(1.5 * one_step, rel=1e-9)
 
 
 @pytest.mark.parametrize("partition", ["0", "0;1", "0&1", "0/1"])

@@ -356,6 +356,14 @@ def test_layers_are_counted_where_their_number_is_not_stated() -> None:
     assert spec.as_dict() == spec_of("nemotron_h", {}).as_dict()
 
 
+@pytest.mark.parametrize(("n", "full"), [(2, [1]), (3, [2]), (5, [3]), (8, [3, 7])])
+def test_olmo_hybrid_without_layer_types(n, full):
+    """As transformers fills them in: every fourth layer, or the last one of fewer."""
+    spec = spec_of("olmo_hybrid", {"layer_types": ABSENT, "num_hidden_layers": n})
+    attends = [i for i, kind in enumerate(spec.layer_kinds) if "attention" in kind.mixer]
+    assert attends == full
+
+
 def test_without_layer_types_the_rotated_layers_attend_within_chunks():
     stated, derived = (spec_of("llama4_text", changes) for changes in ({}, {"layer_types": ABSENT}))
     assert [stated.chunk_of(i) for i in range(3)] == [7, None, 7]

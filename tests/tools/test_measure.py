@@ -202,3 +202,15 @@ def test_gemv(tool, tmp_path):
     # 8 dot products, 4 loads and 8 extractions of codes at least
     assert 20 <= row["instructions_per_512_weights"] < 100
     assert row["share_of_read"] > 0
+
+
+def test_trellis_constants(tool, tmp_path):
+    """Levels in use waste 0.1 to 0.2 bit, and random matrices more."""
+    for words in (("--rounds", 1), ("--matrices", 2)):
+        tool("trellis_constants", tmp_path, "--bits", 2, "--weights", 4096, *words)
+    levels, matrices = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    # 4096 weights: the error varies by 1 % or 0.02 bit
+    assert levels["wasted_bits"] == pytest.approx(0.1, abs=0.05)
+    assert levels["wasted_bits_of_new_levels"] < 0.4
+    assert (matrices["rank"], matrices["matrices"]) == (0, 2)
+    assert matrices["log2_error"] == matrices["best"]

@@ -135,6 +135,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hy_v3": ("HYV3", {
         **EXPERTS, "num_experts": 6, "router_scaling_factor": 1.5, "num_shared_experts": 2,
         "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "hy_v3_bias": ("HYV3", {
+        **EXPERTS, "num_experts": 4, "router_scaling_factor": 1.5, "num_shared_experts": 1,
+        "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], "mlp_bias": True}),
     "youtu": ("Youtu", LATENT),
     "hyperclovax": ("HyperCLOVAX", {
         **EVEN, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
@@ -214,6 +217,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "no_rope_layers": [1, 0, 1], "attention_bias": True, "attention_chunk_size": 7,
         "attn_temperature_tuning": False, "use_qk_norm": False}),
     "nemotron_3": ("NemotronH", {**NEMOTRON, "moe_latent_size": 20, "n_group": 4, "topk_group": 2}),
+    "nemotron_3_bias": ("NemotronH", {**NEMOTRON, "moe_latent_size": 20, "mlp_bias": True}),
     "nemotron_3_nano": ("NemotronH", NEMOTRON),
     "minimax_m2": ("MiniMaxM2", {
         **TINY, "intermediate_size": 12, "num_local_experts": 6, "num_experts_per_tok": 2,

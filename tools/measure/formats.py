@@ -29,7 +29,7 @@ from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels import FORMATS, get_num_threads, set_num_threads
 from nbflow_kernels.benchmarks import formats
 from nbflow_kernels.benchmarks.roofline import read_bandwidth
-from nbflow_kernels.cpu.thread_pool import available_cores
+from nbflow_kernels.cpu.cpu_quota import available_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = ("weight_error_relative", "kld_mean_nats", "top1_agreement_share")

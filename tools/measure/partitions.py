@@ -37,7 +37,7 @@ from nbflow.planner import (
     predict,
 )
 from nbflow.planner.measure_machine import measure_machine, measure_ranks
-from nbflow_kernels.cpu.thread_pool import available_cores
+from nbflow_kernels.cpu.cpu_quota import available_cores
 
 WARM_UP = 2
 """Tokens of the warm-up run, which compiles."""

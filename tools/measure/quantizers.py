@@ -33,7 +33,7 @@ import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.utils import system
-from nbflow_kernels.cpu.thread_pool import available_cores
+from nbflow_kernels.cpu.cpu_quota import available_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 # numbers of the types in ggml.h

@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from nbflow_kernels.attention.reference import single_prefill_with_kv_cache
 from nbflow_kernels.kv_cache.cpu_codec import KINDS
 from nbflow_kernels.kv_cache.formats import kv_format
-from nbflow_kernels.kv_cache.reference import decode, encode
+from nbflow_kernels.kv_cache.reference import decode, decode_nvfp4, encode, encode_nvfp4
 
 HEAD_DIM = 128
+NVFP4, NVFP4_BITS = "nvfp4", 4.5
+"""Caches in two arrays (`nbflow_kernels.nvfp4_quantize_append_paged_kv_cache`): no `kv_format`."""
 HEADER = (
     "| format | bits/value, D = 128 | D = 80 | error, keys and values | error, keys alone |\n"
     "|---|---:|---:|---:|---:|"
@@ -35,6 +37,8 @@ def sample() -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float
 
 def stored(x: NDArray[np.float64], format: str) -> NDArray[np.float64]:
     """Return numbers (n, G, D) after they were in a cache of that format."""
+    if format == NVFP4:
+        return decode_nvfp4(*encode_nvfp4(x.astype(np.float32), 1.0))
     there = kv_format(format)
     rows = encode(x.astype(np.float32), there.dtype, there.name)
     return decode(rows, there.name, x.shape[-1])
@@ -58,13 +62,13 @@ def attention_error(format: str, *, values: bool = True) -> float:
 def table() -> str:
     """Return the Markdown table of all formats."""
     lines = [HEADER]
-    for name in KINDS:
-        format = kv_format(name)
+    for name in (*KINDS, NVFP4):
         both, keys = attention_error(name), attention_error(name, values=False)
-        lines.append(
-            f"| `{name}` | {format.bits_per_value(128):g} | {format.bits_per_value(80):g} "
-            f"| {both:.2g} | {keys:.2g} |"
-        )
+        bits = [
+            NVFP4_BITS if name == NVFP4 else kv_format(name).bits_per_value(width)
+            for width in (HEAD_DIM, 80)
+        ]
+        lines.append(f"| `{name}` | {bits[0]:g} | {bits[1]:g} | {both:.2g} | {keys:.2g} |")
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ ancestors holds.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -80,3 +81,12 @@ def _of_group(folder: Path) -> int | None:
     except (OSError, ValueError):  # "max", or no such file
         return None
     return -(-quota // period) if quota > 0 and period > 0 else None
+
+
+def available_cores() -> int:
+    """Return the number of processors this process may use: its affinity, within its CPU quota."""
+    quota = cpu_quota()
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return allowed if quota is None else min(allowed, quota)

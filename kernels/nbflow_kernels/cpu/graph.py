@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import pickle
 import struct
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,7 @@ from numba.core import types
 from numba.core.compiler_lock import global_compiler_lock
 
 from nbflow_kernels.cpu import interpreter
+from nbflow_kernels.cpu.compile_processes import Task, compile_in_processes
 from nbflow_kernels.cpu.jit import CachedKernel
 from nbflow_kernels.cpu.splits import count_parts
 
@@ -162,10 +163,6 @@ class _Code:
 
 _codes: dict[tuple[Any, ...], _Code] = {}  # by kernel and kinds of arguments
 
-compile_meanwhile: deque[Callable[[], None]] = deque()
-"""Compilations to begin while other processes compile what a graph waits for; each is called once,
-at most."""
-
 
 def _kind(value):
     """Return a cheap key of the value's Numba type; `numba.typeof` takes far longer."""
@@ -181,12 +178,11 @@ def _kind(value):
 
 def _add_codes(missing: dict[tuple[Any, ...], GraphNode]) -> None:
     found, left = dict[tuple[Any, ...], _Code](), dict(missing)
+    calls = [call for call in missing.values() if not _is_locked(call)]
+    tasks = (missing_kernel(call.kernel, signature_of(call)) for call in calls)
+    compile_in_processes([task for task in tasks if task is not None][:0:-1])
     while left:  # those that other processes are compiling last
-        key = next((key for key, call in left.items() if not _is_locked(call)), None)
-        if key is None and compile_meanwhile:
-            compile_meanwhile.popleft()()
-            continue
-        key = key or next(iter(left))
+        key = next((key for key, call in left.items() if not _is_locked(call)), next(iter(left)))
         found[key] = _machine_code(left.pop(key))
     codes = {key: found[key] for key in missing}
     functions = _trampolines([code.signature for code in codes.values()])
@@ -198,6 +194,13 @@ def _is_locked(call: GraphNode) -> bool:
     """Return whether another process is compiling a call's kernel."""
     kernel = call.kernel
     return isinstance(kernel, CachedKernel) and kernel.is_locked(signature_of(call))
+
+
+def missing_kernel(kernel: Any, signature: tuple[Any, ...]) -> Task | None:
+    """Return the compilation of a kernel; None if it is compiled, or nobody would find it."""
+    if not isinstance(kernel, CachedKernel) or kernel.is_cached(signature):
+        return None
+    return functools.partial(kernel.compile, signature)
 
 
 def signature_of(call: GraphNode) -> tuple[Any, ...]:

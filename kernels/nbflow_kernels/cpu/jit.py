@@ -153,8 +153,9 @@ def kernel(
     pipeline: Any = KernelCompiler if unroll else SmallKernelCompiler
     compiled = numba.njit(fastmath=fastmath, pipeline_class=pipeline, **_OPTIONS)(function)
     if jit_cache.is_as_imported(path):
-        # the digest covers this package only: other files count by their time too
-        is_ours = jit_cache.is_ours(path)
+        # The digest covers a kernel's module and what it imports from this package.  The kernels of
+        # nbflow call nothing else; other files count by their path and time too.
+        is_ours = jit_cache.is_ours(path) or function.__module__.startswith("nbflow.")
         may_save = functools.partial(jit_cache.is_as_imported, path)
         folder = jit_cache.cache_folder(path)
         compiled._cache = jit_cache.KernelCache(function, folder, may_save, not is_ours)

@@ -82,10 +82,11 @@ class _WithoutUnrolling:
         return getattr(self._made_by, name)
 
     def _pass_builder(self, **options: Any) -> Any:
+        given: Any = config
         tuning = llvm.create_pipeline_tuning_options()
-        tuning.speed_level = options.get("opt", config.OPT)
-        tuning.loop_vectorization = options.get("loop_vectorize", config.LOOP_VECTORIZE)
-        tuning.slp_vectorization = options.get("slp_vectorize", config.SLP_VECTORIZE)
+        tuning.speed_level = options.get("opt", given.OPT)
+        tuning.loop_vectorization = options.get("loop_vectorize", given.LOOP_VECTORIZE)
+        tuning.slp_vectorization = options.get("slp_vectorize", given.SLP_VECTORIZE)
         tuning.loop_unrolling = False
         return llvm.create_pass_builder(self._made_by._tm, tuning)
 

@@ -27,10 +27,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbflow_kernels.cpu.cpu_quota import available_cores
 from nbflow_kernels.cpu.fork import in_child
 from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
 from nbflow_kernels.cpu.splits import count_parts, part
-from nbflow_kernels.cpu.thread_pool import ThreadPool, available_cores
+from nbflow_kernels.cpu.thread_pool import ThreadPool
 from nbflow_kernels.errors import UsageError
 
 # Waking another Python thread and waiting for it costs 35 to 50 microseconds; a kernel does 20 (one

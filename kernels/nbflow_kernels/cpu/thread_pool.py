@@ -21,7 +21,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -31,7 +30,7 @@ import numpy as np
 from numba import int64
 
 from nbflow_kernels.cpu import atomics, interpreter, jit, pinning
-from nbflow_kernels.cpu.cpu_quota import cpu_quota
+from nbflow_kernels.cpu.cpu_quota import available_cores
 from nbflow_kernels.cpu.fork import in_child
 from nbflow_kernels.cpu.graph import (
     ARGUMENTS,
@@ -241,15 +240,6 @@ def _yield_address() -> int:
     except (AttributeError, OSError, TypeError):
         return 0
     return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-def available_cores() -> int:
-    """Return the number of processors this process may use: its affinity, within its CPU quota."""
-    quota = cpu_quota()
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return allowed if quota is None else min(allowed, quota)
 
 
 _forks = 0  # forks between the first process and this one

@@ -11,14 +11,15 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit, register_tiles, simd
 from nbflow_kernels.cpu.simd_math import keep_nan
-from nbflow_kernels.cpu.simd_memory import read_f32, write_f32
+from nbflow_kernels.cpu.simd_memory import prefetch, read_f32, write_f32
 from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
 
 CHUNK = 8
 """Tokens of the chunked form: with 16, its triangular part costs more than the loads it saves."""
 _EPS = 1e-6  # of the length of queries and keys
 WIDE = register_tiles.has_wide_registers()
-_TOKENS = 16 if WIDE else 4  # vectors, or rows of the state, of a register tile
+_ROWS = 16 if WIDE else 4  # rows of the state in a register tile
+_VECTORS = _ROWS // 2  # vectors in a tile, times two strips
 
 
 @jit.device_function
@@ -32,6 +33,13 @@ def copy_row(at, Dk, factor, normalize, to):
         factor = factor / np.sqrt(simd.sum(squares) + np.float32(_EPS))
     for i in range(0, Dk, 16):
         simd.store_f32(to + 4 * i, simd.mul(load_up_to(at + 4 * i, Dk - i), simd.splat(factor)))
+
+
+@jit.device_function
+def _prefetch_row(at, n_numbers):
+    """Prefetch a row of float32, which other heads' rows separate from the one before."""
+    for i in range(0, 4 * n_numbers, 64):
+        prefetch(at + i)
 
 
 @jit.device_function
@@ -112,9 +120,12 @@ def prepare_chunk(
     for t in range(CHUNK):
         copy_row(k + t * k_bytes, Dk, np.float32(1.0), normalize, rows + t * n_bytes)
         copy_row(q + t * q_bytes, Dk, scale, normalize, rows + (CHUNK + t) * n_bytes)
+        _prefetch_row(k + (CHUNK + t) * k_bytes, Dk)  # of the next chunk
+        _prefetch_row(q + (CHUNK + t) * q_bytes, Dk)
     for t in range(CHUNK):
         if per_channel:
             _decay_channels(g + t * g_bytes, Dk, t, rows, vectors, decays)
+            _prefetch_row(g + (CHUNK + t) * g_bytes, Dk)
         tile = register_tiles.zero(CHUNK, 2)
         for i in range(0, n_bytes, 64):
             x = rows + t * n_bytes + i
@@ -146,6 +157,8 @@ def _solve(
         row, at = products + 64 * t, sums + 128 * t
         c, d = read_f32(factors + 4 * t), read_f32(factors + 4 * t + 4)
         v_at = v + t * v_bytes
+        _prefetch_row(v_at + CHUNK * v_bytes, min(lanes, 32))
+        _prefetch_row(v_at + (CHUNK + 1) * v_bytes, min(lanes, 32))
         r0 = simd.fma(simd.splat(-c), simd.load_f32(at), load_up_to(v_at, lanes))
         r1 = simd.fma(simd.splat(-c), simd.load_f32(at + 64), load_up_to(v_at + 64, lanes - 16))
         v_at += v_bytes
@@ -199,19 +212,17 @@ def chunk(
     """
     n_bytes = -(-Dk // 16) * 64
     like = np.float32(0.0)
-    for j in range(2):
-        strip = strips + j * strip_bytes
-        for t in range(0, 2 * CHUNK, _TOKENS):
-            tile = register_tiles.zero(1, _TOKENS)
-            x = vectors + t * n_bytes
-            for i in range(Dk):
-                tile = register_tiles.step(tile, like, strip + 64 * i, 0, x + 4 * i, n_bytes)
-            register_tiles.store_strided(sums + 128 * t + 64 * j, 128, tile)
+    for t in range(0, 2 * CHUNK, _VECTORS):
+        tile = register_tiles.zero(2, _VECTORS)
+        x = vectors + t * n_bytes
+        for i in range(Dk):
+            tile = register_tiles.step(tile, like, strips + 64 * i, strip_bytes, x + 4 * i, n_bytes)
+        register_tiles.store(sums + 128 * t, tile)
     _solve(sums, products, factors, beta, beta_bytes, v, v_bytes, out, out_bytes, lanes, u)
     for j in range(2):
         strip = strips + j * strip_bytes
-        for i in range(0, n_bytes // 4, _TOKENS):
-            tile = register_tiles.load(1, _TOKENS, strip + 64 * i)
+        for i in range(0, n_bytes // 4, _ROWS):
+            tile = register_tiles.load(1, _ROWS, strip + 64 * i)
             tile = register_tiles.scale(tile, decay + decay_step * i, decay_step)
             for s in range(CHUNK):
                 x = keys + s * n_bytes + 4 * i

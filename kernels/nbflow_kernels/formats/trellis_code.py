@@ -21,6 +21,7 @@ The matrix had the least error of 400 random ones on N(0, 1) weights, for 2, 3 a
 The levels are those of Lloyd's iteration on such weights (quantize, then move each level to the
 mean of the weights that chose it), averaged over the last 8 of 16 rounds of 98,304 weights, made
 antisymmetric and rounded with the largest at 127; hence they are not quite in order.
+``tools/measure/trellis_constants.py`` finds both again.
 
 Sources: A. Tseng et al., "QTIP: Quantization with Trellises and Incoherence Processing", NeurIPS
 2024, arXiv:2406.11235, section 3.1 (bit-shift trellis); M. W. Marcellin and T. R. Fischer, "Trellis

@@ -28,7 +28,7 @@ WIDE = register_tiles.has_wide_registers()
 PANEL = 2048  # steps decoded at a time
 BLOCK_TOKENS = 384  # tokens that share one decoding of the weights; their activations fit a cache
 TOKEN_BYTES = 4 * 64  # the four chains of a token
-PREFETCH = 4096 + 64  # bytes ahead: the second cache line of a pair, which arrives last
+PREFETCH = 2048 + 64  # bytes ahead: the second cache line of a pair, which arrives last
 
 
 @jit.device_function(inline="always")

@@ -154,15 +154,17 @@ class SegmentGEMMWrapper:
 
     Parameters
     ----------
-    float_workspace_buffer : None
-        Must be None; it is not needed.
+    float_workspace_buffer : array, optional
+        Left as it is: the products need no workspace.
     backend : {"auto"}
         Only "auto".
 
     Raises
     ------
     UsageError
-        If `backend` is another one, or a workspace is given.
+        If `backend` is another one.
+    TypeError
+        If the workspace is not an array.
 
     See Also
     --------
@@ -183,9 +185,10 @@ class SegmentGEMMWrapper:
     """
 
     def __init__(self, float_workspace_buffer: Any = None, backend: str = "auto") -> None:
-        if float_workspace_buffer is not None:
-            raise UsageError(
-                "float_workspace_buffer must be None; SegmentGEMMWrapper does not need a workspace"
+        held = float_workspace_buffer
+        if held is not None and not isinstance(held, np.ndarray) and not is_cuda(held):
+            raise TypeError(
+                f"float_workspace_buffer must be an array or None, got {type(held).__name__}"
             )
         if backend != "auto":
             raise UsageError(f"backend must be 'auto', got {backend!r}")

@@ -9,7 +9,7 @@ import platform
 from typing import Any
 
 from nbflow.utils import system
-from nbflow_kernels.cpu.thread_pool import available_cores
+from nbflow_kernels.cpu.cpu_quota import available_cores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nbflow_kernels.cpu import thread_pool
-from nbflow_kernels.cpu.cpu_quota import cpu_quota
+from nbflow_kernels.cpu.cpu_quota import available_cores, cpu_quota
 
 V1_MOUNT = "33 24 0:28 {group} {folder} rw,nosuid - cgroup cgroup rw,{controllers}\n"
 V2_MOUNT = "30 24 0:26 {group} {folder} rw,nosuid,nodev shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -117,6 +116,6 @@ def test_no_quota_without_control_groups(tmp_path: Path) -> None:
 def test_available_cores_are_within_the_quota(
     monkeypatch: pytest.MonkeyPatch, quota: int | None, cores: int
 ) -> None:
-    monkeypatch.setattr(thread_pool, "cpu_quota", lambda: quota)
-    monkeypatch.setattr(thread_pool.os, "sched_getaffinity", lambda _: {1, 4, 5, 7}, raising=False)
-    assert thread_pool.available_cores() == cores
+    monkeypatch.setattr("nbflow_kernels.cpu.cpu_quota.cpu_quota", lambda: quota)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 4, 5, 7}, raising=False)
+    assert available_cores() == cores

@@ -10,7 +10,8 @@ import pytest
 
 import nbflow_kernels as nk
 from nbflow_kernels.cpu import graph as graph_module
-from nbflow_kernels.cpu import parallel_for, splits, thread_pool
+from nbflow_kernels.cpu import parallel_for, splits
+from nbflow_kernels.cpu.cpu_quota import available_cores
 from nbflow_kernels.cpu.graph import CpuGraph
 from nbflow_kernels.cpu.thread_pool import ThreadPool
 from nbflow_kernels.quantized_matmul import cpu, int8_activations
@@ -147,4 +148,4 @@ def test_an_error_in_a_chunk_ends_the_others():
     with pytest.raises(ValueError, match="unreadable"):
         parallel_for.parallel_chunks(fail, 1000, 1)
     assert len(seen) <= 2
-    assert thread_pool.available_cores() >= 1
+    assert available_cores() >= 1

@@ -135,7 +135,7 @@ def test_segment_wrapper_takes_both_orders() -> None:
     x, weights = normal(5, 8), normal(3, 4, 8)
     order, lens = np.array([2, 0]), np.array([1, 4])
     wanted = np.concatenate([x[:1] @ weights[2].T, x[1:] @ weights[0].T])
-    wrapper = nk.SegmentGEMMWrapper(None, backend="auto")
+    wrapper = nk.SegmentGEMMWrapper(np.empty(1, np.int8), backend="auto")
     out = np.empty((5, 4), np.float32)
     for w, column_major in ((weights, True), (weights.transpose(0, 2, 1).copy(), False)):
         for options in ({"seg_lens": lens}, {"seg_indptr": np.array([0, 1, 5])}):
@@ -318,7 +318,7 @@ UP, DOWN = normal(2, 6, 8), normal(2, 8, 3)
         ),
         (lambda: nk.moe_combine(X, W, IDS, accumulate=True), UsageError, "accumulate=True needs"),
         (lambda: nk.moe_combine(X, W, IDS + 2), UsageError, r"inverse must lie in -1\.\.1"),
-        (lambda: nk.SegmentGEMMWrapper(np.empty(1)), UsageError, "workspace_buffer must be None"),
+        (lambda: nk.SegmentGEMMWrapper(4), TypeError, "workspace_buffer must be an array or None"),
         (lambda: nk.SegmentGEMMWrapper(backend="sm80"), UsageError, "backend must be 'auto'"),
         (lambda: nk.SegmentGEMMWrapper().run(X, UP, 2, True), UsageError, "give one of seg_lens"),
     ],

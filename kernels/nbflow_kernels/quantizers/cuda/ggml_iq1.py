@@ -128,7 +128,7 @@ def _levels() -> Any:
 def _sub_block(sub: int) -> Any:
     """Return the warp's form of `reference.ggml_iq1._sub_block`."""
     groups, split = sub // 8, _split(sub)
-    point_of, sums = twin(iq1.point_of), twin(iq1.sums)
+    sums = twin(iq1.sums)
 
     @device
     def fit(
@@ -153,7 +153,7 @@ def _sub_block(sub: int) -> Any:
         if lane < groups:
             bit = (shift >> (1 - lane)) & 1 if sub == 16 else shift & 1
             shifts[lane] = bit
-            points[lane], on_grid = point_of(
+            points[lane], on_grid = _point_of(
                 x, counts, codes, lane, scale, levels[bit], first, lists, grid
             )
         nc.syncwarp()
@@ -208,7 +208,7 @@ def _split(sub: int) -> Any:
 
 def _gain(sub: int) -> Any:
     """Return ``(sum_x, sum_w, low, high, shift, levels)``, the sums of one split."""
-    gain_32, half_gain = twin(iq1.gain_32), twin(iq1.half_gain_16)
+    gain_32 = twin(iq1.gain_32)
 
     @device
     def of_32(sum_x, sum_w, low, high, shift, levels):
@@ -216,8 +216,39 @@ def _gain(sub: int) -> Any:
 
     @device
     def of_16(sum_x, sum_w, low, high, shift, levels):
-        x0, q0 = half_gain(sum_x[0], sum_w[0], low, high, levels[shift >> 1])
-        x1, q1 = half_gain(sum_x[1], sum_w[1], low, high, levels[shift & 1])
+        x0, q0 = _half_gain(sum_x[0], sum_w[0], low, high, levels[shift >> 1])
+        x1, q1 = _half_gain(sum_x[1], sum_w[1], low, high, levels[shift & 1])
         return x0 + x1, q0 + q1
 
     return of_32 if sub == 32 else of_16
+
+
+@device
+def _half_gain(sum_x, sum_w, low, high, values):
+    """Return the sums of level * x and level**2 of a split, of one group of 8."""
+    v0, v1, top = values[0], values[1], values[2]
+    qx = sum_x[16] * top - (sum_x[low] + sum_x[high])
+    qq = sum_w[16] * top * top
+    qq += sum_w[low] * (v0 * v0 - v1 * v1)  # the differences of squares are exact
+    qq += sum_w[high] * (v1 * v1 - top * top)
+    return qx, qq
+
+
+@device
+def _point_of(x, weight, codes, k, scale, values, first, near, grid):
+    """Return the grid point of group `k`, and True if its codes are on the grid."""
+    bits = 0
+    for i in range(8):
+        bits |= codes[8 * k + i] << (2 * i)
+    best, least = near[first[bits]], np.float32(3.4028235e38)
+    if grid[best] == bits:
+        return best, True
+    for n in range(first[bits], first[bits + 1]):
+        error = np.float32(0)
+        for i in range(8):
+            level = values[(np.int64(grid[near[n]]) >> (2 * i)) & 3]
+            difference = scale * level - x[8 * k + i]
+            error += weight[8 * k + i] * difference * difference
+        if error < least:
+            best, least = near[n], error
+    return best, False

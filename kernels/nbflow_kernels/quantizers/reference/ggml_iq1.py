@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu import jit, simd, simd_compare
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.ggml.iq_grids import OnGrid
 from nbflow_kernels.formats.registry import Floats
@@ -31,6 +31,7 @@ from nbflow_kernels.quantizers.reference.ggml_iq2_iq3 import (
 COST = 1500.0  # operations per weight, for the choice of thread count
 NOTHING = {32: np.float32(1e-12), 16: np.float32(1e-7)}  # smaller weights count as zero
 FACTOR = {32: np.float32(1.125), 16: np.float32(1.1125)}  # empirical, as published
+RAMP = np.arange(16, dtype=np.float32)
 # levels by shift: 1/8, -1/8
 SHIFTED = np.array([[-0.875, 0.125, 1.125], [-1.125, -0.125, 0.875]], np.float32)
 
@@ -82,13 +83,8 @@ def _quantize(
 @jit.device_function(strict=True)
 def _sub_block(x, weight, shifted, first, near, grid, points, shifts):
     """Choose the points and shifts of a sub-block; return its scale."""
-    order = np.empty(len(x), np.int64)
-    for j in range(len(x)):  # insertion sort: equal weights stay in order
-        k = j
-        while k > 0 and x[order[k - 1]] > x[j]:
-            order[k] = order[k - 1]
-            k -= 1
-        order[k] = j
+    order = np.empty(len(x), np.int32)
+    sort(x, order)
     if len(x) == 32:
         low, high, shift, scale = _split_32(x, weight, order, shifted)
     else:
@@ -113,6 +109,27 @@ def _sub_block(x, weight, shifted, first, near, grid, points, shifts):
         if qx > 0 and qq > 0:
             scale = qx / qq
     return scale
+
+
+@jit.device_function(strict=True)
+def sort(x, order):
+    """Write the indices of 16 or 32 numbers in ascending order; equal numbers stay in order.
+
+    The place of a number is the count of those before it: a sort would mispredict its branches.
+    """
+    places = np.empty(len(x), np.int32)
+    one, lanes = simd.splat_i32(1), simd.load_f32(simd.address(RAMP))
+    for at in range(0, len(x), 16):
+        v, place = simd.load_f32(simd.address(x) + 4 * at), simd.splat_i32(0)
+        for k in range(len(x)):
+            other = simd.splat(x[k])
+            below, above = simd_compare.less(other, v), simd_compare.less(v, other)
+            is_earlier = simd_compare.less(simd.splat(np.float32(k - at)), lanes)
+            before = simd_compare.choose(is_earlier, simd.sub(above, simd.splat_i32(-1)), below)
+            place = simd.add(place, simd.and_(before, one))
+        simd.store_i32(simd.address(places) + 4 * at, place)
+    for j in range(len(x)):
+        order[places[j]] = j
 
 
 @jit.device_function(strict=True)
@@ -157,26 +174,68 @@ def gain_32(sum_x, sum_w, low, high, values):
 def _split_16(x, weight, order, shifted):
     """Return the best split (low, high), shifts and scale; low is -1 if none fits.
 
-    The shifts are two bits, that of the second group of 8 the lower.
+    The shifts are two bits, that of the second group of 8 the lower.  The gains of all `high` of a
+    `low` are computed at once, and looked through where one is better.
     """
     sum_x, sum_w = np.empty((2, 17), np.float32), np.empty((2, 17), np.float32)
     add_up_16(x, weight, order, sum_x, sum_w)
+    top_x, terms = np.empty((2, 2), np.float32), np.empty((2, 2, 2, 17), np.float32)
+    for half in range(2):
+        for shift in range(2):
+            v0, v1, top = shifted[shift, 0], shifted[shift, 1], shifted[shift, 2]
+            top_x[half, shift] = sum_x[half, 16] * top
+            top_q = sum_w[half, 16] * top * top
+            of_low, of_high = v0 * v0 - v1 * v1, v1 * v1 - top * top  # exact
+            for j in range(17):
+                terms[half, shift, 0, j] = top_q + sum_w[half, j] * of_low
+                terms[half, shift, 1, j] = sum_w[half, j] * of_high
     best, found = np.float32(-3.4028235e38), (-1, -1, 0, np.float32(0))
-    qx, qq = np.empty((2, 2), np.float32), np.empty((2, 2), np.float32)  # half, shift
+    gains = np.empty((2, 4, 16), np.float32)
     for low in range(17):
-        for high in range(low, 17):
-            for half in range(2):
-                for shift in range(2):
-                    qx[half, shift], qq[half, shift] = half_gain_16(
-                        sum_x[half], sum_w[half], low, high, shifted[shift]
-                    )
+        first = low if low < 16 and _gains_of(low, best, sum_x, top_x, terms, gains) else 16
+        for high in range(first, 17):
             for shift in range(4):
-                this_x = qx[0, shift >> 1] + qx[1, shift & 1]
-                this_q = qq[0, shift >> 1] + qq[1, shift & 1]
-                if this_q > 0 and this_x * this_x > best * this_q:
-                    scale = this_x / this_q
-                    best, found = scale * this_x, (low, high, shift, scale)
+                if high < 16:
+                    qx, qq = gains[0, shift, high], gains[1, shift, high]
+                else:
+                    s0, s1 = shift >> 1, shift & 1
+                    qx = top_x[0, s0] - (sum_x[0, low] + sum_x[0, 16])
+                    qx += top_x[1, s1] - (sum_x[1, low] + sum_x[1, 16])
+                    qq = terms[0, s0, 0, low] + terms[0, s0, 1, 16]
+                    qq += terms[1, s1, 0, low] + terms[1, s1, 1, 16]
+                if qq > 0 and qx * qx > best * qq:
+                    scale = qx / qq
+                    best, found = scale * qx, (low, high, shift, scale)
     return found
+
+
+@jit.device_function(strict=True)
+def _gains_of(low, best, sum_x, top_x, terms, gains):
+    """Write the gains of all splits with a `low` and ``high < 16``; return whether one is better.
+
+    `gains` are the sums of level * x and of level**2 by shift and `high`.
+    """
+    x0 = simd.add(simd.splat(sum_x[0, low]), simd.load_f32(simd.address(sum_x)))
+    x1 = simd.add(simd.splat(sum_x[1, low]), simd.load_f32(simd.address(sum_x) + 68))
+    lanes = simd.load_f32(simd.address(RAMP))
+    is_split = simd_compare.less(simd.splat(np.float32(low) - np.float32(0.5)), lanes)
+    better, bound, place = simd.splat_i32(0), simd.splat(best), simd.address(terms)
+    for shift in range(4):
+        s0, s1 = shift >> 1, shift & 1
+        qx = simd.sub(simd.splat(top_x[0, s0]), x0)
+        qx = simd.add(qx, simd.sub(simd.splat(top_x[1, s1]), x1))
+        q0 = simd.load_f32(place + 68 * (2 * s0 + 1))
+        q1 = simd.load_f32(place + 68 * (4 + 2 * s1 + 1))
+        qq = simd.add(
+            simd.add(simd.splat(terms[0, s0, 0, low]), q0),
+            simd.add(simd.splat(terms[1, s1, 0, low]), q1),
+        )
+        simd.store_f32(simd.address(gains) + 64 * shift, qx)
+        simd.store_f32(simd.address(gains) + 256 + 64 * shift, qq)
+        is_better = simd_compare.less(simd.mul(bound, qq), simd.mul(qx, qx))
+        is_positive = simd_compare.less(simd.splat(np.float32(0)), qq)
+        better = simd.or_(better, simd.and_(is_better, is_positive))
+    return simd_compare.any_lane(simd.and_(better, is_split))
 
 
 @jit.device_function(strict=True)
@@ -193,17 +252,6 @@ def add_up_16(x, weight, order, sum_x, sum_w):
 
 
 @jit.device_function(strict=True)
-def half_gain_16(sum_x, sum_w, low, high, values):
-    """Return the sums of level * x and level**2 of a split, of one group of 8."""
-    v0, v1, top = values[0], values[1], values[2]
-    qx = sum_x[16] * top - (sum_x[low] + sum_x[high])
-    qq = sum_w[16] * top * top
-    qq += sum_w[low] * (v0 * v0 - v1 * v1)  # the differences of squares are exact
-    qq += sum_w[high] * (v1 * v1 - top * top)
-    return qx, qq
-
-
-@jit.device_function(strict=True)
 def point_of(x, weight, codes, k, scale, values, first, near, grid):
     """Return the grid point of group `k`, and True if its codes are on the grid."""
     bits = 0
@@ -212,15 +260,30 @@ def point_of(x, weight, codes, k, scale, values, first, near, grid):
     best, least = near[first[bits]], np.float32(3.4028235e38)
     if grid[best] == bits:
         return best, True
-    for n in range(first[bits], first[bits + 1]):
-        error = np.float32(0)
-        for i in range(8):
-            level = values[(np.int64(grid[near[n]]) >> (2 * i)) & 3]
-            difference = scale * level - x[8 * k + i]
-            error += weight[8 * k + i] * difference * difference
-        if error < least:
-            best, least = near[n], error
+    codes_of, errors = np.empty(16, np.int32), np.empty(16, np.float32)
+    for at in range(first[bits], first[bits + 1], 16):
+        n = min(16, first[bits + 1] - at)
+        for j in range(n):
+            codes_of[j] = grid[near[at + j]]
+        _errors_of(x, weight, 8 * k, scale, values[0], codes_of, errors)
+        for j in range(n):
+            if errors[j] < least:
+                best, least = near[at + j], errors[j]
     return best, False
+
+
+@jit.device_function(strict=True)
+def _errors_of(x, weight, at, scale, lowest, grid_codes, errors):
+    """Write the weighted errors of 8 weights on 16 grid points; levels are 1 apart, exactly."""
+    points = simd.load_i32(simd.address(grid_codes))
+    error, scales, level_0 = simd.splat(np.float32(0)), simd.splat(scale), simd.splat(lowest)
+    for i in range(8):
+        code = simd.and_(simd.shr(points, simd.splat_i32(2 * i)), simd.splat_i32(3))
+        level = simd.add(simd.to_f32(code), level_0)
+        difference = simd.sub(simd.mul(scales, level), simd.splat(x[at + i]))
+        weighted = simd.mul(simd.splat(weight[at + i]), difference)
+        error = simd.add(error, simd.mul(weighted, difference))
+    simd.store_f32(simd.address(errors), error)
 
 
 @jit.device_function(strict=True)
