@@ -125,12 +125,14 @@ def _matmul_int8(
 
 def int8_kernel(form: CpuLayout, n_rows: int) -> Any:
     """Return the kernel for a number of rows of int8 activations."""
-    if n_rows > 8:
+    fours = form.sub_block == 16 or n_rows <= 4
+    simple = form.bits in (4, 8) and form.values is None and not form.trellis and not fours
+    if n_rows > (16 if simple and n_rows > 12 else 8):  # 13 to 16: two tiles of 8 are faster
         return cpu_gemm_int8.gemm(form)
     if n_rows == 1:
         return cpu_gemv_int8.gemv(form, 1)
     # 8 rows with two sums for each piece exceed the registers: 1.2 to 1.9 times slower
-    return cpu_gemv_int8.gemv(form, 4 if form.sub_block == 16 or n_rows <= 4 else 8)
+    return cpu_gemv_int8.gemv(form, 4 if fours else 8)
 
 
 def _work(packed: CpuPacked, n_rows: int) -> float:
