@@ -46,6 +46,8 @@ RUNS: tuple[Run, ...] = (
     ("1.1b", "q4_0", "--activations int8 -p 0 -n 16 -b 8,32", True),
     *(("15m", "q4_0", f"--activations int8 -p 0 -n 64 -b {n}", True) for n in (1, 8, 16, 32)),
     ("3.4b-moe", "q4_0", "--activations int8 -p 512 -n 32", True),
+    ("1.1b", "q4_k", "--activations int8 -p 4096 -n 0", True),
+    ("1.4b-hybrid", "q4_0", "--activations int8 -p 128 -n 16", True),
     ("1.4b-hybrid", "q4_0", "--activations int8 --threads 1 -p 128 -n 16", True),
     ("1.4b-hybrid", "q4_0", "--activations int8 --state q8_0 --threads 1 -p 128 -n 16", False),
     *(
