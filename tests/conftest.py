@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,6 +60,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_configure() -> None:
+    """Prepare the process of the tests."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # of a shell that runs the tests in the background; tested programs would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _collect_garbage_seldom()
+
+
+def _collect_garbage_seldom() -> None:
     """Let Python's collector go through everything seldom, and through what stays only once.
 
     Compilers, programs and the tests themselves are millions of objects that stay: with what the

@@ -36,6 +36,7 @@ from state_bits_table import state_bits, weight_kind_bits  # noqa: E402
 
 RESULTS = ROOT / "results" / "formats"
 ENGINE = ROOT / "results" / "engine" / "intel-xeon-2-cores" / "rows.jsonl"
+ENGINE_ZEN4 = ROOT / "results" / "engine" / "amd-epyc-zen4-2-cores" / "rows.jsonl"
 
 EXCERPT = ("q8_0", "q6_k", "q4_k", "iq4_xs", "q3h_b64t1", "q3_k")
 """Formats that the README shows."""
@@ -200,6 +201,9 @@ def engine_table(rows: list[dict[str, Any]] | None = None) -> str:
     ]
     for row in rows:
         name = row["model"] if row["weights"] == "as stored" else f"1.1b-{row['weights']}"
+        name += f", {row['kv']} cache" if row["kv"] != "f16" else ""
+        name += f", {row['state']} states" if row.get("state", "f32") != "f32" else ""
+        name += ", one thread" if row["threads_per_rank"] == 1 else ""
         peer = ratio = share = ""
         if "peer" in row:
             peer = f"{row['peer_tokens_per_s']:,.1f}"
@@ -211,6 +215,12 @@ def engine_table(rows: list[dict[str, Any]] | None = None) -> str:
             f"| {row['tokens_per_s']:,.1f} | {peer} | {ratio} | {share} |"
         )
     return "\n".join(lines)
+
+
+def engine_table_zen4() -> str:
+    """Return the engine's rows on a Zen 4, by model."""
+    rows = latest(ENGINE_ZEN4, "run", "test", "batch")
+    return engine_table(sorted(rows, key=lambda row: row["model"]))
 
 
 def support_table() -> str:
@@ -263,7 +273,12 @@ def result_columns_table() -> str:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"formats": formats_excerpt, "engine excerpt": engine_excerpt},
     "docs/server.md": SERVER,
-    "docs/performance.md": {"engine": engine_table, "bandwidth": bandwidth_table, "gemv": gemv},
+    "docs/performance.md": {
+        "engine": engine_table,
+        "engine, Zen 4": engine_table_zen4,
+        "bandwidth": bandwidth_table,
+        "gemv": gemv,
+    },
     "docs/formats.md": {
         "where": measured_where,
         "formats": formats_table,
