@@ -127,9 +127,12 @@ class Comm(ABC):
     def captured_all_reduce(self, array: np.ndarray) -> GraphNode | None:
         """Return `Allreduce` of an array as a call of a graph; None if it must be Python.
 
-        All ranks capture alike, and each runs one graph at a time.
+        All ranks capture alike (`agree_to_capture`), and each runs one graph at a time.
         """
         return None
+
+    def agree_to_capture(self, can_capture: bool) -> None:
+        """Let all-reduces be captured if every rank can: those of a GPU run in Python."""
 
     def bytes_sent(self) -> Counter[str]:
         """Return `sent` with the bytes of captured all-reduces."""

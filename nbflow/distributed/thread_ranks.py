@@ -91,6 +91,7 @@ class ThreadComm(Comm):
         self._shared = shared
         self.rank = rank
         self.size = shared.size
+        self._captures = True
 
     def _put(self, value: Any, dest: int) -> None:
         self._shared.queues[self.rank, dest].put(value)
@@ -125,7 +126,10 @@ class ThreadComm(Comm):
 
     def captured_all_reduce(self, array: np.ndarray) -> GraphNode | None:
         sums = self._shared.sums
-        return sums.all_reduce(array, self.rank) if sums.can_capture else None
+        return sums.all_reduce(array, self.rank) if self._captures and sums.can_capture else None
+
+    def agree_to_capture(self, can_capture: bool) -> None:
+        self._captures = all(self._all_gather(can_capture))
 
     def bytes_sent(self) -> Counter[str]:
         captured = self._shared.sums.bytes_sent(self.rank)

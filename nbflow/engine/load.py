@@ -277,6 +277,8 @@ def _start(
 
     def make(mine: Comm) -> Worker:
         groups, place = make_groups(plan, mine), _own_device(places[mine.rank], mine)
+        for group in groups.values():
+            group.agree_to_capture(place.name == "cpu")
         memory = DeviceMemory(place)
         memory.begin(mine)
         links = make_device_comms(mine, plan, groups, place)
