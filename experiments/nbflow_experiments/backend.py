@@ -245,6 +245,13 @@ def time_decode(
     return timing.time_decode(model, n_prompt, n_gen, batch, repeats, warmup, min_s)
 
 
+def run_batch(model: LLM, n_prompt: int, n_gen: int, batch: int) -> None:
+    """Compute a batch's prompts, whatever the prefix cache holds, and `n_gen` decode steps."""
+    from nbflow.benchmark import timing
+
+    timing.time_both(model, n_prompt, n_gen, batch)
+
+
 def weight_pairs(
     model: str, weights: str, outliers: float = 0.0, quantizer: str = "auto", importance: str = ""
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:

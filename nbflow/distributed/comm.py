@@ -37,6 +37,7 @@ class Comm(ABC):
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
+        self._captures = True
         self._scratch: dict[tuple[int, ...], np.ndarray] = {}
         self._signal = self._noise = 0.0
 
@@ -133,6 +134,7 @@ class Comm(ABC):
 
     def agree_to_capture(self, can_capture: bool) -> None:
         """Let all-reduces be captured if every rank can: those of a GPU run in Python."""
+        self._captures = can_capture
 
     def bytes_sent(self) -> Counter[str]:
         """Return `sent` with the bytes of captured all-reduces."""

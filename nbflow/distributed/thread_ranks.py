@@ -91,7 +91,6 @@ class ThreadComm(Comm):
         self._shared = shared
         self.rank = rank
         self.size = shared.size
-        self._captures = True
 
     def _put(self, value: Any, dest: int) -> None:
         self._shared.queues[self.rank, dest].put(value)

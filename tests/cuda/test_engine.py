@@ -21,7 +21,9 @@ from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
 ENCODERS = ("bert", "distilbert", "roberta")
-PAIRS = ("bart", "flan_t5", "m2m_100", "marian", "mbart", "t5")
+PAIRS = (
+    "bart", "blenderbot", "flan_t5", "m2m_100", "marian", "mbart", "pegasus", "plbart", "t5",
+)  # fmt: skip
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 STORED_OTHERWISE = ("gpt_oss_floats", "llama_fp8", "qwen3_fp8")  # other files of such models
 SAME_OPS = {

@@ -16,8 +16,9 @@ from nbflow_kernels.state_format import STATE_FORMATS
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
 RECURRENT = (
     *("bamba", "falcon_h1", "falcon_h1_norm", "falcon_mamba", "granite4", "granite4_dense"),
-    *("jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_3"),
-    *("nemotron_3_nano", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    *("jamba", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2"),
+    *("minimax", "nemotron_3", "nemotron_3_bias", "nemotron_3_nano", "nemotron_h", "olmo_hybrid"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
 )
 """Their names: to resolve all models would take each process a second when it collects tests."""
 
@@ -60,5 +61,5 @@ def test_points_differ_by_the_format_of_the_state(name: str, tmp_path: Path) -> 
         with nbflow.load(FOLDER / name, **options) as model:
             errors.append(np.abs(model.logits(ids) - exact).max() / np.abs(exact).max())
     assert errors[0] < 2e-6
-    assert 1e-5 < errors[1] < 0.2  # 2**-8 of a state, by the norms behind it
-    assert 1e-5 < errors[2] < 0.2
+    assert 1e-5 < errors[1] < 0.25  # 2**-8 of a state, times up to 64 by the norms behind it
+    assert 1e-5 < errors[2] < 0.25

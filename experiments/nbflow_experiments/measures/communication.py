@@ -19,7 +19,7 @@ def run(context: Context) -> MeasureResult:
     """Count the bytes sent in one run."""
     prompt, steps, batch = (context.number(name) for name in ("prompt", "decode", "batch"))
     context.model.reset_traffic()
-    backend.time_decode(context.model, prompt, steps, batch, 1, 0)
+    backend.run_batch(context.model, prompt, steps, batch)
     ranks = context.model.gather("traffic")
     rounded = context.config["all_reduce"] != "f32"
     error = context.model.all_reduce_error() if rounded else 0.0
