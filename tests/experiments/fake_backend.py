@@ -173,6 +173,11 @@ class FakeEngine:
                 model, steps, batch, repeats
             ),
         )
+        put(
+            backend,
+            "run_batch",
+            lambda model, n, steps, batch: self.seconds(model, steps, batch, 1),
+        )
         return self
 
 
