@@ -194,7 +194,7 @@ def _find(name: str, where: str, beside: Path | None) -> Path:
     if name in _files():
         return _files()[name]
     looked = f"; {own[0]} is not another family file" if own else ""
-    if name.endswith(".toml"):  # a file was meant: the package's names are no help
+    if name.endswith(".toml"):  # a file: a list of families would not help
         raise UsageError(
             f"{where} must be the name of a family, or of a file beside this one{looked}"
         )

@@ -197,7 +197,7 @@ def _is_locked(call: GraphNode) -> bool:
 
 
 def missing_kernel(kernel: Any, signature: tuple[Any, ...]) -> Task | None:
-    """Return the compilation of a kernel; None if it is compiled, or nobody would find it."""
+    """Return a task that compiles a kernel; None if the cache has it or cannot keep it."""
     if not isinstance(kernel, CachedKernel) or kernel.is_cached(signature):
         return None
     return functools.partial(kernel.compile, signature)
