@@ -16,6 +16,7 @@ Sources: GPTQModel 7.7 (quantization/config.py), compressed-tensors 0.20 (utils/
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from typing import Any
 
@@ -26,15 +27,19 @@ _MOST = 1000
 """Characters of a pattern."""
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _REPETITION = re.compile(r"[*+}]")
-_MOST_REPETITIONS = 6
+_OPTIONAL = re.compile(r"(?<![(*+}])\?")  # not of a group's kind, nor "as few as possible"
+_MOST_WAYS = 10**7
+LONGEST_NAME = 200
+"""Characters of a name that is matched; released models have names of less than 100."""
 EVERY = re.compile("")
 
 
 def regular(text: Any, at: str) -> re.Pattern[str]:
     r"""Compile a regular expression from a file, to be matched at the start of a name.
 
-    Repeated groups can take time exponential in the length of a name, and many repetitions a high
-    power of it; they are refused.
+    The file writes the names, too, so the ways in which a pattern may match one are bounded: about
+    100 for each repetition, 2 for each optional item, and the alternatives of each group, all
+    multiplied.  Repeated groups, whose ways are exponential, are refused.
 
     Examples
     --------
@@ -43,10 +48,12 @@ def regular(text: Any, at: str) -> re.Pattern[str]:
     """
     if not isinstance(text, str) or len(text) > _MOST:
         raise UsageError(f"{at} must be a pattern of at most {_MOST} characters, got {shown(text)}")
-    if _REPEATED_GROUP.search(text) or len(_REPETITION.findall(text)) > _MOST_REPETITIONS:
+    ways = 100 ** len(_REPETITION.findall(text)) * 2 ** len(_OPTIONAL.findall(text))
+    ways *= math.prod(1 + part.count("|") for part in text.split(")"))
+    if _REPEATED_GROUP.search(text) or ways > _MOST_WAYS:
         raise UsageError(
-            f"{at}: repeated groups and more than {_MOST_REPETITIONS} repetitions in a pattern are "
-            f"not supported, got {shown(text)}; write it as several patterns"
+            f"{at}: a pattern with repeated groups, or with so many repetitions and alternatives, "
+            f"may take too long to match, got {shown(text)}; write it as several patterns"
         )
     try:
         return re.compile(text)

@@ -67,7 +67,7 @@ from nbflow.checkpoint.grouped_config import (
 )
 from nbflow.checkpoint.grouped_tensors import GroupedStorage, grid_block, with_groups
 from nbflow.checkpoint.hqq_tensors import with_hqq
-from nbflow.checkpoint.module_patterns import EVERY, exact, target
+from nbflow.checkpoint.module_patterns import EVERY, LONGEST_NAME, exact, target
 from nbflow.checkpoint.strided_read import is_contiguous
 from nbflow.checkpoint.torchao_tensors import with_torchao
 from nbflow.checkpoint.weight_file import TensorEntry
@@ -139,6 +139,11 @@ class Quantization:
 
     def of(self, module: str) -> Quantization | None:
         """Return the storage of a module's matrix, or None if it is not quantized."""
+        if self.modules and len(module) > LONGEST_NAME:
+            raise UsageError(
+                f"the name of a module has {len(module)} characters; with settings of single "
+                f"modules at most {LONGEST_NAME} are matched: {shown(module)}"
+            )
         found = (settings for pattern, settings in self.modules if pattern.match(module))
         return next(found, replace(self, modules=()))
 

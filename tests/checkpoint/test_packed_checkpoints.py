@@ -450,6 +450,9 @@ def test_wrong_tensors(change, config, message, tmp_path: Path):
         ),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": {"bits": 5}}}, r"'a'\.bits = 5 is"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"(a|aa)*b": {}}}, "repeated groups"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"a?" * 30: {}}}, "too long to match"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"(a|a)" * 30: {}}}, "too long to match"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {".*a" * 4: {}}}, "too long to match"),
         (
             {"quant_method": "gptq", "bits": 4, "dynamic": {"a(": {}}},
             "must be a regular expression",
