@@ -47,7 +47,10 @@ _NO_TEXT = frozenset({
     "rejectattr", "reverse", "select", "selectattr", "sum",
 })  # fmt: skip
 """Filters that neither convert their value to text nor compare its entries."""
-_COMPARE = frozenset("eq equalto == ne != gt greaterthan > ge >= lt lessthan < le <= in".split())
+_COMPARE = (
+    "eq", "equalto", "==", "ne", "!=", "gt", "greaterthan", ">", "ge", ">=", "lt", "lessthan", "<",
+    "le", "<=", "in",
+)  # fmt: skip
 """Tests that compare values."""
 
 
@@ -232,8 +235,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Routes what the sandbox does not intercept through filters: loops, ``~``, slices, keys and
-    comparisons."""
+    """Routes loops, ``~``, slices, keys and comparisons, not intercepted, through filters."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
