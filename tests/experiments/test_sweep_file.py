@@ -78,6 +78,7 @@ def test_measures_keep_one_order_whatever_the_file_says() -> None:
         ("[axes]\nbatches=[1]", r"unknown axis 'batches'; did you mean 'batch'"),
         ("[settings]\nmodel='m'\npromt=3", r"unknown setting 'promt'; did you mean 'prompt'"),
         ("[sweep]\nmeasures=['perplexty']", r"unknown measure 'perplexty'; did you mean 'perplex"),
+        ("[sweep]\nmeasures=[['perplexity']]", r"measures must be a list of names"),
         ("[sweep]\nnmae='x'", r"unknown entry of \[sweep\] 'nmae'; did you mean 'name'"),
         ("[axes]\nweights=['q44']", r"unknown weight format 'q44'; did you mean 'q4'"),
         ("[settings]\nmodel='m'\nkv='f33'", r"unknown kv_format 'f33'"),

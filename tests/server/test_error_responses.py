@@ -90,10 +90,9 @@ def test_official_errors(client):
     assert many.value.param == "logprobs"
     with pytest.raises(openai.BadRequestError, match="context of"):
         client.completions.create(model="tiny", prompt=[1] * 100_000)
-    with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
-        client.completions.create(model="tiny", prompt=[10**8])
-    with pytest.raises(openai.BadRequestError, match="integers"):
-        client.completions.create(model="tiny", prompt=[10**30])
+    for token in (10**8, 10**30):
+        with pytest.raises(openai.BadRequestError, match=f"{token} is outside the vocabulary"):
+            client.completions.create(model="tiny", prompt=[1, token])
     assert client.completions.create(model="tiny", prompt="x", max_tokens=1).choices
 
 

@@ -261,8 +261,8 @@ def _absolute(plugins: Sequence[str], folder: Path) -> list[str]:
 
 def _measures(names: object) -> tuple[str, ...]:
     """Return the checked names of the measures, in the order in which they run."""
-    if not isinstance(names, list) or not names:
-        raise UsageError(f"[sweep]: measures must be a list of names, got {names!r}")
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise UsageError(f"[sweep]: measures must be a list of names, got {names!r:.200}")
     for name in names:
         if name not in MEASURES:
             raise unknown_name("measure", name, MEASURES)
