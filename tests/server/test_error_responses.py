@@ -44,6 +44,7 @@ def chat(server, **body):
         ("logit_bias", {"5": 1000}, None),
         ("allowed_token_ids", [], "allowed_token_ids must hold at least one"),
         ("allowed_token_ids", [2**63], "allowed_token_ids must hold ids"),
+        ("banned_token_ids", list(range(2048)), "every token is banned"),
         ("banned_token_ids", [-1], "banned_token_ids must hold ids"),
         ("stop_token_ids", [2**63], "stop_token_ids must hold ids"),
         ("stop_token_ids", [2048], "stop_token_ids must hold ids in 0..2047"),
