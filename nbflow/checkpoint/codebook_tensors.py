@@ -151,12 +151,12 @@ def _read_state(entry: TensorEntry) -> _State:
     known = isinstance(shape, list) and len(shape) == 2 and all(map(_is_count, shape))
     if not known or not _is_count(block) or not (nested == 0 or _is_count(nested)):
         raise UsageError(f"{where} needs shape, two numbers, and blocksize, got {shown(facts)}")
-    if block > _MAX_BLOCK:
-        raise UsageError(f"{where}: blocksize must be at most {_MAX_BLOCK}, got {block}")
     if not isinstance(offset, int | float) or not abs(offset) < 2**128:
         raise UsageError(f"{where}: nested_offset must be a finite number, got {shown(offset)}")
     numbers: Any = (shape, block, nested)
     (n_rows, n_columns), block, nested = numbers
+    if block > _MAX_BLOCK:
+        raise UsageError(f"{where}: blocksize must be at most {_MAX_BLOCK}, got {block}")
     return _State((n_rows, n_columns), block, nested, float(offset))
 
 

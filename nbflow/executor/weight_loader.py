@@ -98,12 +98,12 @@ class WeightLoader:
         self._loaded: dict[tuple[Operand, ...], Any] = {}
         self._host_tables: dict[int, Any] = {}
         self._buffer = _Buffer()
-        self._shared = {op.weights for op in program.ops if op.kind == "embedding"}
+        self._tables = program.tables
         before = file.bytes_read
         with progress.reading(self._bytes_to_read(), lambda: file.bytes_read - before):
             self.operands: list[tuple[Any, ...]] = [self._operands(op) for op in program.ops]
             self.bias: list[np.ndarray | None] = [self._bias(op) for op in program.ops]
-        del self._file, self._loaded, self._shared, self._buffer
+        del self._file, self._loaded, self._tables, self._buffer
 
     @property
     def n_bytes(self) -> int:
@@ -293,13 +293,14 @@ class WeightLoader:
     def _weight(self, operands: tuple[Operand, ...]) -> Any:
         """Return a matrix for products as a `QuantTensor`, floats included.
 
-        A float table that is both looked up and multiplied (a tied head) stays an array.
+        A float table that is both looked up and multiplied (a tied head) stays an array, also on
+        a rank that does not look up.
         """
-        packed = self._packed_matrix(operands, floats=operands not in self._shared)
+        packed = self._packed_matrix(operands, floats=operands not in self._tables)
         if packed is not None:
             return packed
         matrix = self._matrix(operands)
-        if isinstance(matrix, nk.QuantTensor) or operands in self._shared:
+        if isinstance(matrix, nk.QuantTensor) or operands in self._tables:
             return matrix
         format = FORMAT_OF_DTYPE[matrix.dtype.name]
         data = np.ascontiguousarray(matrix).view(np.uint8).reshape(len(matrix), -1)

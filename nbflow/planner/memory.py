@@ -65,7 +65,7 @@ def weight_bytes(
         Layer of the program -> number of equal layers that it stands for; each for itself by
         default.
     """
-    looked_up = {op.weights for op in program.ops if op.kind == "embedding" and op.weights}
+    looked_up = program.tables
     multiplied = {op.weights for op in program.ops if op.kind == "linear"}
     sizes: dict[object, int] = {}
     tables = 0

@@ -284,6 +284,18 @@ class Program:
         return replace(heads, n_kv_heads=end - first)
 
     @property
+    def tables(self) -> set[tuple[Operand, ...]]:
+        """Weights that are looked up on this rank, or on the first one: a tied head.
+
+        They have one layout everywhere, so that all divisions into stages compute the same bits.
+        """
+        found = {op.weights for op in self.ops if op.kind == "embedding" and op.weights}
+        if self.spec.tied_head:
+            heads = (op.weights for op in self.ops if op.kind == "linear")
+            found |= {w for w in heads if w and w[0].name == "embed.weight"}
+        return found
+
+    @property
     def states(self) -> dict[StateKey, State]:
         """State of one sequence for each recurrent op."""
         ops = (op for op in self.ops if "state" in op.attrs)

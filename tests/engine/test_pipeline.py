@@ -61,6 +61,15 @@ def test_batches_through_stages_give_what_one_rank_gives(
         assert generated(model, prompts[:3]) == expected[:3]
 
 
+def test_a_tied_head_gives_the_bits_of_one_rank():
+    """The last stage multiplies the embedding without looking it up."""
+    found = []
+    for partition in ("0", "0;1"):
+        with nbflow.load("tiny_python", partition=partition, threads=1) as model:
+            found.append(model.logits([5, 9, 2, 300]))
+    assert np.array_equal(*found)
+
+
 def test_a_cache_without_free_pages_takes_turns(checkpoint, prompts, expected):
     with nbflow.load(checkpoint, partition="0;1;2", kv="f32", threads=1) as model:
         model.call("configure", None, None, 6)  # pages of 64 tokens, for 7 sequences that need 9
