@@ -31,7 +31,7 @@ def find_in_folder(folder: Path) -> Path:
         if (folder / name).is_file():
             return folder / name
     weights = sorted(p.name for p in folder.glob("*") if p.suffix in _SUFFIXES)
-    found = f"; it holds {', '.join(weights[:8])}, which can be named itself" if weights else ""
+    found = f"; to read a file of it, name the file: {', '.join(weights[:8])}" if weights else ""
     raise UsageError(
         f"{folder}: the folder must hold {NAMES[1]} or {NAMES[3]}, or the index of either{found}"
     )

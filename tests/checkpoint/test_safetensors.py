@@ -327,7 +327,7 @@ def test_folder_and_files_that_are_no_weights(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"pytorch_model\.bin: the zip archive is truncated"):
         open_weights(tmp_path)
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "other.pt")
-    with pytest.raises(UsageError, match=r"it holds other\.pt, which can be named itself"):
+    with pytest.raises(UsageError, match=r"to read a file of it, name the file: other\.pt"):
         open_weights(tmp_path)
     with pytest.raises(UsageError, match="the zip archive is truncated or damaged"):
         open_weights(tmp_path / "other.pt")
