@@ -24,12 +24,16 @@ class HttpClient:
     """
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float = 600.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            host, self._port = parts.hostname, parts.port
+        except ValueError:  # a bracket that is not closed, or a port beyond 65535
+            host = None
+        if not host or parts.scheme not in ("http", "https"):
             raise UsageError(f"the URL must be like http://127.0.0.1:8000/v1, got {url!r:.200}")
         self.url = url
         self._https = parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port
+        self._host = host
         self._path = parts.path.rstrip("/")
         self._headers = {"content-type": "application/json", "accept": "application/json"}
         if key:
@@ -58,8 +62,8 @@ class HttpClient:
                     return
                 if line.startswith(b"data: "):
                     event = _json(line[6:])
-                    if "error" in event:
-                        raise UsageError(f"the server says: {event['error'].get('message')}")
+                    if not isinstance(event, dict) or "error" in event:
+                        raise UsageError(f"the server says: {_message(line[6:])}")
                     yield event
         raise UsageError("the connection ended before the answer did")
 

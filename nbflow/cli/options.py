@@ -120,6 +120,9 @@ def is_printing_rank(model: nbflow.LLM) -> bool:
     return comm.size == 1 or comm.rank == min(model.plan.numbers)
 
 
+_MOST_NUMBERS = 10_000
+
+
 def numbers(text: str, option: str) -> list[int]:
     """Return the numbers of a list: 1,8 or first-last+step or first-last*factor."""
     result = []
@@ -135,6 +138,8 @@ def numbers(text: str, option: str) -> list[int]:
             raise UsageError(f"{option}: the range {part!r} does not advance")
         while value <= end:
             result.append(value)
+            if len(result) > _MOST_NUMBERS:
+                raise UsageError(f"{option}: {text!r:.80} has more than {_MOST_NUMBERS} numbers")
             if not sign:
                 break
             value = value * int(step) if sign == "*" else value + int(step)

@@ -239,6 +239,8 @@ def _number(device: str) -> int | None:
     is_numbered = name == "cuda" and number.isascii() and number.isdigit()
     if is_numbered if colon else name in DEVICES:
         return int(number) if colon else None
+    if name == "gpu":
+        raise UsageError(f"unknown device {device!r}; GPUs of NVIDIA are cuda, one of them cuda:1")
     raise unknown_name("device", device, DEVICES)
 
 

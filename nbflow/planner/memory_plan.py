@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from nbflow.distributed import make_plan, split_replicas, world
-from nbflow.distributed.device import is_host, split_host_layers
+from nbflow.distributed.device import check_names, is_host, split_host_layers
 from nbflow.distributed.plan import RankPlan
 from nbflow.kv_cache.block_table import pages_after_growth
 from nbflow.options import MAX_SEQUENCES, LoadOptions, OffloadConfig
@@ -26,7 +26,6 @@ from nbflow.program.partition import partition as shard
 from nbflow.program.records import Program
 from nbflow.utils.system import available_memory_bytes
 from nbflow.utils.tables import text_table
-from nbflow_kernels.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -232,13 +231,7 @@ def plan_memory(
 
 def _devices(device: str, n_ranks: int) -> tuple[str, ...]:
     """Return the device of each rank: "cpu", or the name of a device."""
-    names = [name.strip().replace("auto", "cpu") for name in device.split(",")]
-    if len(names) not in (1, n_ranks):
-        raise UsageError(
-            f"device={device!r} names {len(names)} devices for {n_ranks} ranks; give one for all, "
-            "or one for each"
-        )
-    return tuple(names * n_ranks if len(names) == 1 else names)
+    return tuple(name.replace("auto", "cpu") for name in check_names(device, n_ranks))
 
 
 def _communicator_bytes(rank: RankPlan, ranks: list[RankPlan], devices: tuple[str, ...]) -> int:

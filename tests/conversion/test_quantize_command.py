@@ -139,6 +139,7 @@ def test_dry_run_prints_the_table_and_writes_nothing(
     ("arguments", "message"),
     [
         (["--to", "q4x"], "unknown format 'q4x'"),
+        (["--to", "Q4_K_M"], "llama.cpp's mixture of formats, not one: use q4_k"),
         (["--to", "q4", "--rule", "*nothing*=q8"], "'*nothing*=q8' is for no matrix"),
         (["--to", "q4", "--rule", "*norm*=q8"], "'*norm*=q8' is for no matrix"),
         (["--to", "q4", "--rule", "*=q8", "--rule", "*down*=q4"], "'*down*=q4' is for no matrix"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,6 +19,8 @@ Floats = NDArray[np.float32]
 Halves = NDArray[np.uint16]
 """Float16 numbers as raw bits."""
 ACTIVATION_TYPES = ("q8_1", "q8_k")
+_MIX = re.compile(r"(q[2-6]_k)_(s|m|l|xl)")
+"""llama.cpp's names of files, which have several formats."""
 
 
 class QuantFormat(ABC):
@@ -131,6 +134,13 @@ class Formats(Mapping[str, QuantFormat]):
                 "computes, and no file holds it; for weights of 8 bits use q8_0"
             )
         if found is None:
+            mix = _MIX.fullmatch(str(lower))
+            if mix and self._find(mix[1]):
+                raise UsageError(
+                    f"{name} is llama.cpp's mixture of formats, not one: use {mix[1]} for all "
+                    "matrices, or a policy with a format for each; files with it are read as they "
+                    "are"
+                )
             raise unknown_name("format", name, [*self.short_names, *self._formats])
         return found
 

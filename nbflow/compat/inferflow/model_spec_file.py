@@ -63,7 +63,8 @@ class ModelSpecFile:
         table = parse_object(_without_comments(text), str(path))
         if "network_structure" not in table:
             raise UsageError(
-                f"{path}: is not a model specification of Inferflow: network_structure is missing"
+                f"{path}: is not a model specification of Inferflow: network_structure is missing; "
+                "for a checkpoint of Hugging Face name the folder"
             )
         self.top = self._known(table, TOP, "")
         self.network = self._known(self.top["network_structure"], NETWORK, "network_structure.")
