@@ -20,7 +20,6 @@ from nbflow.program import build, build_cross_kv
 from nbflow.program.records import Program
 from nbflow.quantization.policy import WeightFormats, Weights, is_matrix, weight_formats
 from nbflow.quantization.prepare import no_format, transformed_spec
-from nbflow.quantization.quantizer_options import AUTO
 from nbflow.spec import ModelSpec, published, resolve
 from nbflow.spec.family import family_of_config
 from nbflow.spec.from_config import build_spec
@@ -28,6 +27,7 @@ from nbflow.spec.model_file import load_model_file
 from nbflow.spec.model_names import known_models, model_name
 from nbflow.utils.json_file import read_object
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quantizers import AUTO
 
 PUBLISHED_AS = "f16"
 """Weight type of a model known by its description only: most are published in two bytes."""
