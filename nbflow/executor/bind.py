@@ -77,7 +77,10 @@ def _set_word(header: Any, index: Any, word: Any, start: Any, stop: Any) -> None
 
 
 class Binder:
-    """Binder of an executor's program to one shape of step."""
+    """Binder of an executor's program to one shape of step.
+
+    An op of kind "linear" is bound by the method `_linear`; `nbflow.program.records` has the kinds.
+    """
 
     variant = "cpu"
     """Kernels are those of ``nbflow_kernels/<family>/<variant>.py``."""

@@ -47,7 +47,7 @@ Cache = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
 class ReferenceExecutor:
-    """Executor of a whole model for one sequence.
+    """Executor of a whole model for one sequence; an op of kind "linear" is run by `_linear`.
 
     Parameters
     ----------
