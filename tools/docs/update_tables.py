@@ -227,14 +227,7 @@ def support_table() -> str:
     """Return the table of formats and operations."""
     from nbflow_kernels.testing.format_support import support_table as make
 
-    return make().split("\n\n")[0]
-
-
-def support_notes() -> str:
-    """Return the reasons for unsupported combinations."""
-    from nbflow_kernels.testing.format_support import support_table as make
-
-    return make().split("\n\n")[1]
+    return make()
 
 
 def tolerances_table() -> str:
@@ -291,7 +284,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/ops.md": {
         "ops": ops_table,
         "support": support_table,
-        "notes": support_notes,
         "cuda": cuda_table,
     },
     "docs/tolerances.md": {"tolerances": tolerances_table},
