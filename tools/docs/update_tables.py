@@ -231,22 +231,33 @@ def support_table() -> str:
 
 
 def tolerances_table() -> str:
-    """Return a row per op: its cases, the largest tolerance, and the reason for that."""
+    """Return ops by the reason for their largest tolerance, with that and their cases."""
     from nbflow_kernels.op_registry import all_cases
 
     by_op: dict[str, list[Any]] = {}
     for case in all_cases():
         by_op.setdefault(case.op, []).append(case)
-    lines = ["| op | cases | exact | largest rtol | atol | reason |", "|---|---:|---:|---|---|---|"]
+    by_reason: dict[str, list[tuple[str, Any]]] = {}
     for op, cases in by_op.items():
         rounded = [case for case in cases if not case.exact]
-        largest = max(rounded or cases, key=lambda case: (case.rtol, case.atol))
-        limits = f"{largest.rtol:.1e} | {largest.atol:.1e}" if rounded else " | "
-        reason = largest.reason.replace("|", "\\|")
-        lines.append(
-            f"| `{op}` | {len(cases)} | {len(cases) - len(rounded)} | {limits} | {reason} |"
-        )
+        largest = max(rounded or cases, key=_limits)
+        by_reason.setdefault(largest.reason, []).append((op, largest))
+    lines = [
+        "| ops | cases | exact | largest rtol | atol | reason |",
+        "|---|---:|---:|---|---|---|",
+    ]
+    for reason, found in by_reason.items():
+        cases = [case for op, _ in found for case in by_op[op]]
+        largest = max((case for _, case in found), key=_limits)
+        limits = " | " if largest.exact else f"{largest.rtol:.1e} | {largest.atol:.1e}"
+        ops, n_exact = ", ".join(f"`{op}`" for op, _ in found), sum(case.exact for case in cases)
+        reason = reason.replace("|", "\\|")
+        lines.append(f"| {ops} | {len(cases)} | {n_exact} | {limits} | {reason} |")
     return "\n".join(lines)
+
+
+def _limits(case: Any) -> tuple[float, float]:
+    return case.rtol, case.atol
 
 
 def columns_table() -> str:
