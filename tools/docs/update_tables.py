@@ -176,22 +176,6 @@ def engine_excerpt() -> str:
     return "\n".join(lines)
 
 
-def bandwidth_table() -> str:
-    """Return both engines' share of the read bandwidth in generation, by format."""
-    lines = [
-        "| model | bandwidth, GB/s | nbflow | llama.cpp |",
-        "|---|---:|---:|---:|",
-    ]
-    for row in engine_rows():
-        if row["test"] == "tg32" and row["activations"] == "int8" and "peer" in row:
-            bandwidth = row["read_bandwidth_bytes_per_s"]
-            peer = row["peer_tokens_per_s"] * row["matrix_bytes_per_step"] / bandwidth
-            lines.append(
-                f"| {row['model']} | {bandwidth / 1e9:.1f} | {row['read_share']:.0%} | {peer:.0%} |"
-            )
-    return "\n".join(lines)
-
-
 def engine_table(rows: list[dict[str, Any]] | None = None) -> str:
     """Return the engine's rows next to llama.cpp's; by default all."""
     rows = engine_rows() if rows is None else rows
@@ -280,7 +264,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/performance.md": {
         "engine": engine_table,
         "engine, Zen 4": engine_table_zen4,
-        "bandwidth": bandwidth_table,
         "gemv": gemv,
     },
     "docs/formats.md": {
