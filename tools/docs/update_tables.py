@@ -112,16 +112,11 @@ def measured_where() -> str:
 
 
 def speeds_table() -> str:
-    """Return the table of quantization and dequantization speed and matmul error by format."""
+    """Return the table of quantization and dequantization speed by format."""
     keys = ("quantize_reference", "quantize_search", "dequantize")
-    lines = [
-        "| format | quantize, reference | search | dequantize | product error, f32 | bf16 | int8 |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = ["| format | quantize, reference | search | dequantize |", "|---|---:|---:|---:|"]
     for name, row in measured()["formats"].items():
         cells = [f"{row[f'{key}_mweights_per_s']:,.3g}" for key in keys]
-        errors = [row[f"product_{kind}_error"] for kind in ("f32", "bf16", "int8")]
-        cells += ["-" if error is None else f"{error:.2g}" for error in errors]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
