@@ -45,10 +45,14 @@ def read_config(path: Path) -> dict[str, Any] | None:
 def check_keys(
     table: Mapping[str, Any], at: str, known: Mapping[str, Sequence[Any]], required: bool = False
 ) -> None:
-    """Raise for the first key with an unsupported value, or missing if required."""
+    """Raise for the first key with an unsupported value, or missing if required.
+
+    4.0 does not stand for 4, nor 1 for true: readers compute with the values.
+    """
     for key, allowed in known.items():
         value = table.get(key)
-        if (value is not None or required) and value not in allowed:
+        is_known = any(type(value) is type(one) and value == one for one in allowed)
+        if (value is not None or required) and not is_known:
             raise UsageError(
                 f"{at}.{key} = {shown(value)} is not supported; it must be "
                 + " or ".join(map(repr, allowed))

@@ -212,7 +212,7 @@ def _nvfp4(
 
 def _group(n_groups: tuple[int, ...], n_columns: int, where: str) -> int:
     """Return the columns of a group."""
-    if len(n_groups) != 1 or n_groups[0] < 1 or n_columns % n_groups[0]:
+    if len(n_groups) != 1 or n_groups[0] < 1 or n_columns < 1 or n_columns % n_groups[0]:
         raise UsageError(f"{where}: {n_columns} columns must be equal groups, got {n_groups}")
     return n_columns // n_groups[0]
 

@@ -19,11 +19,13 @@ from nbflow.spec.fields import FIELDS, LAYER_FIELDS, check_field
 from nbflow.spec.formula import FUNCTIONS, check_formula
 from nbflow.spec.plugin_ops import TENSOR_NAME
 from nbflow.spec.tensor_names import FUSED, LINEARS, STACKED_NUMBERS, TENSOR_NAMES
+from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_specs import FAMILIES
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
+_LONGEST_NAME = 200  # file systems have 255 bytes
 ABSENT = "absent"
 """Value in ``when`` of a key that is null or missing."""
 ALWAYS = "always"
@@ -186,6 +188,8 @@ def encoder_of(family: Family) -> Family | None:
 def _find(name: str, where: str, beside: Path | None) -> Path:
     """Return the file of a family: NAME.toml next to a file but not itself, or the package's."""
     own: list[Path] = []
+    if len(name) > _LONGEST_NAME:
+        raise UsageError(f"{where} must be the name of a family, got {shown(name)}")
     if beside is not None and beside.parent != FAMILIES:
         given = Path(name)
         own = [beside.parent / (given if given.suffix == ".toml" else f"{name}.toml")]

@@ -68,6 +68,7 @@ FORMATS = {
 }
 """Golden file -> the format its matrix is read as."""
 X = "layers.0.X.weight"
+NF4 = "weight.quant_state.bitsandbytes__nf4"
 
 
 def stated(name: str) -> dict[str, Any]:
@@ -139,6 +140,10 @@ def test_mxfp4_of_quark(tmp_path: Path):
         ("hqq_4_64_axis1_float16", {"shape": [1 << 40, 1 << 40]}, "must be u8"),
         ("hqq_4_64_axis1_float16", {"quant_zero": 1}, "quant_zero is not supported"),
         ("hqq_6_64_axis1_float16", {"nbits": 3}, "codes must be below 8, as its nbits says"),
+        ("hqq_4_64_axis1_float16", {"group_size": np.float32("nan")}, "must be finite numbers"),
+        ("bnb_nf4", {NF4: {"blocksize": 1 << 30}}, "blocksize must be at most 65536"),
+        ("bnb_nf4", {NF4: {"nested_offset": 10**400}}, "must be a finite number"),
+        ("torchao_int8", {"_weight_qdata": np.zeros((64, 0))}, "0 columns must be equal groups"),
         ("torchao_int8", {"_weight_scale": None}, "codes with scales, layers.0.X._weight_scale"),
         ("torchao_int8", {"_weight_act_pre_scale": 1}, "act_pre_scale.* are not supported"),
         ("torchao_int8", {"_weight_scale": [[1.0]]}, r"must be f32 or bf16 or f16 \(64, 1\)"),
@@ -150,8 +155,12 @@ def test_tensors_that_describe_themselves_are_checked(name, changes, message, tm
         key = f"layers.0.X.{part}"
         if value is None:
             del tensors[key]
+        elif part == NF4:
+            text = json.dumps({"shape": [64, 128], "blocksize": 64} | value)
+            tensors[key] = np.frombuffer(text.encode(), np.uint8)
         else:
-            tensors[key] = np.array(value, tensors.get(key, np.zeros(1, np.uint8)).dtype)
+            dtype = tensors.get(key, np.zeros(1, np.uint8)).dtype
+            tensors[key] = np.array(value, np.float32 if part == "group_size" else dtype)
     with pytest.raises(UsageError, match=message), opened(tmp_path, tensors, stated(name)) as found:
         found.array(X)
 
@@ -442,6 +451,8 @@ def test_wrong_tensors(change, config, message, tmp_path: Path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"quant_method": "gptq", "bits": 4.0}, r"bits = 4\.0 is not supported; it must be 2 or"),
+        ({"quant_method": "gptq", "bits": 4, "sym": 1}, r"sym = 1 is not supported"),
         ({"quant_method": "gptq", "bits": 5}, r"bits = 5 is not supported; it must be 2 or 3 or"),
         ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "group_size must be a number"),
         (
