@@ -172,7 +172,8 @@ class CachedKernel(CPUDispatcher):
     def compile(self, sig: Any) -> Any:
         """Compile for a signature, or load from the cache; return the entry point."""
         try:
-            return super().compile(sig)
+            with numba_passes.compiling_kernel:
+                return super().compile(sig)
         finally:
             if isinstance(self._cache, jit_cache.KernelCache):
                 self._cache.unlock()  # compilation may have failed

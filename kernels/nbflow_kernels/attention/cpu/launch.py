@@ -58,9 +58,19 @@ def _launch(
     plan: AttentionPlan, readers: list[Any], q: np.ndarray, cache: Any, out: np.ndarray, lse: Any
 ) -> None:
     parallel_for(
-        flash_attention, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap, *readers,
-        address_of(q), q.strides[0], *cache, address_of(out), 0 if lse is None else address_of(lse),
+        flash_attention, plan.n_shares, plan.work, plan.header,
+        plan.logits_soft_cap if has_extras(plan) else None, *readers, address_of(q), q.strides[0], *cache, address_of(out), 0 if lse is None else address_of(lse),
     )  # fmt: skip
+
+
+def has_extras(plan: AttentionPlan) -> bool:
+    """Return whether a plan has what only the general kernel does.
+
+    Custom masks, biases, a soft cap, sinks, factors of results, functions of a variant.
+    """
+    tables = at.MASK, at.SLOPES, at.BIAS, at.SINKS, at.OUT_FACTORS
+    has_tables = any(plan.table(field) is not None for field in tables)
+    return has_tables or plan.hooks is not None or plan.logits_soft_cap != 0.0
 
 
 def _float_kind(cache: np.ndarray) -> int:
@@ -84,7 +94,8 @@ def _readers(
             continue
         crosses_lines = any(at_byte % 64 for at_byte in (start, *each))
         pack = kind == F32 and plan.header[at.MAX_VECTORS] >= PACK_FROM and crosses_lines
-        readers.append((_TILES[kind], _TILES[kind], kind, bool(pack)))
+        # only float32 rows are copied as they are: without the code to copy, less is compiled
+        readers.append((_TILES[kind], _TILES[kind], kind, bool(pack) if kind == F32 else None))
     return readers
 
 
