@@ -57,9 +57,10 @@ def attend(
 def _launch(
     plan: AttentionPlan, readers: list[Any], q: np.ndarray, cache: Any, out: np.ndarray, lse: Any
 ) -> None:
+    extras = plan.logits_soft_cap if has_extras(plan) else None
     parallel_for(
-        flash_attention, plan.n_shares, plan.work, plan.header,
-        plan.logits_soft_cap if has_extras(plan) else None, *readers, address_of(q), q.strides[0], *cache, address_of(out), 0 if lse is None else address_of(lse),
+        flash_attention, plan.n_shares, plan.work, plan.header, extras, *readers, address_of(q),
+        q.strides[0], *cache, address_of(out), 0 if lse is None else address_of(lse),
     )  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def _readers(
     packed = bool(D_qk % 16 or D_vo % 16) or plan.table(at.ROPE) is not None
     # the block decoder also converts floats, which saves a kernel for mixed formats
     copied = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
-    readers = []
+    readers = list[tuple[Any, ...]]()
     changed = plan.table(at.KEY_ROPE) is not None, False  # keys need float32 copies
     starts = zip(kinds, (k, v), (steps[:4], steps[4:]), changed, strict=True)
     for kind, start, each, is_changed in starts:
