@@ -113,6 +113,11 @@ class ByteCursor:
 
     def take(self, n_bytes: int, what: str) -> bytes:
         """Return the next `n_bytes` bytes; `what` names them in the error message."""
+        if n_bytes < 0:
+            raise UsageError(
+                f"{self.file.path}: {what} at byte {self.position} states {n_bytes} bytes; it is "
+                "damaged"
+            )
         begin = self.position - self._begin
         if begin + n_bytes > len(self._buffer):
             if n_bytes > self.left:
