@@ -257,11 +257,15 @@ def _chunk(strips, strip_bytes, per_channel, Dk, record, v, v_bytes, out, out_by
 
 
 @jit.device_function
-def _prefetch_columns(at, token_bytes, n_columns):
+def _prefetch_columns(at, token_bytes, n_columns, is_written):
     """Prefetch up to 32 columns of a chunk; other heads' separate those of two tokens."""
     for t in range(CHUNK):
-        for i in range(0, 4 * min(n_columns, 32), 64):
-            prefetch(at + t * token_bytes + i)
+        row = at + t * token_bytes
+        for line in range(row - row % 64, row + 4 * min(n_columns, 32), 64):
+            if is_written:
+                prefetch_write(line)
+            else:
+                prefetch(line)
 
 
 @jit.device_function
@@ -331,15 +335,13 @@ def chunks(
             for i in range(n):
                 t, at = i * CHUNK, 4 * (h * Dv + j)
                 out_at = out + at + t * out_bytes
-                for token in range(out_at, out_at + CHUNK * out_bytes, out_bytes):
-                    for line in range(token, token + 4 * n_columns, 64):
-                        prefetch_write(line)
-                _prefetch_columns(v_ahead + at + t * v_bytes, v_bytes, n_columns)
+                _prefetch_columns(out_at, out_bytes, n_columns, True)
+                _prefetch_columns(v_ahead + at + t * v_bytes, v_bytes, n_columns, False)
                 if per_channel:
-                    _prefetch_columns(g_ahead + t * g_bytes + 4 * j, g_bytes, Dk - j)
+                    _prefetch_columns(g_ahead + t * g_bytes + 4 * j, g_bytes, Dk - j, False)
                 if h == 0:
-                    _prefetch_columns(k_ahead + t * k_bytes + 4 * j, k_bytes, Dk - j)
-                    _prefetch_columns(q_ahead + t * q_bytes + 4 * j, q_bytes, Dk - j)
+                    _prefetch_columns(k_ahead + t * k_bytes + 4 * j, k_bytes, Dk - j, False)
+                    _prefetch_columns(q_ahead + t * q_bytes + 4 * j, q_bytes, Dk - j, False)
                 if heads_ahead != 0:
                     state_ahead, n_parts = state + heads_ahead * head_bytes, -(-width // 32) * n
                     _prefetch_part(state_ahead, head_bytes, j // 32 * n + i, n_parts)
