@@ -28,23 +28,11 @@ CHUNK = 8
 """Tokens of the chunked form: with 16, its triangular part costs more than the scaling it saves."""
 BLOCK = 4
 """Chunks that two strips take one after the other while they are in the first-level cache."""
-_EPS = 1e-6  # of the length of queries and keys
+EPS = 1e-6
+"""Added to the sum of squares of a query or key."""
 WIDE = register_tiles.has_wide_registers()
 _ROWS = 16 if WIDE else 4  # rows of the state in a register tile
 _TOKENS = _ROWS // 2  # tokens in a tile, times two strips
-
-
-@jit.device_function
-def copy_row(at, Dk, factor, normalize, to):
-    """Copy a query or key, times `factor`, divided by its length if wanted; pad it with zeros."""
-    if normalize:
-        squares = simd.splat(0.0)
-        for i in range(0, Dk, 16):
-            x = load_up_to(at + 4 * i, Dk - i)
-            squares = simd.fma(x, x, squares)
-        factor = factor / np.sqrt(simd.sum(squares) + np.float32(_EPS))
-    for i in range(0, Dk, 16):
-        simd.store_f32(to + 4 * i, simd.mul(load_up_to(at + 4 * i, Dk - i), simd.splat(factor)))
 
 
 @jit.device_function
@@ -109,9 +97,10 @@ def _copy_and_square(at, Dk, to):
 
 @jit.device_function
 def _copy_rows(q, q_bytes, k, k_bytes, Dk, scale, normalize, rows, scratch):
-    """Copy keys, then queries times `scale`, divided by their lengths if wanted: see `copy_row`.
+    """Copy keys, then queries times `scale`, divided by their lengths if wanted.
 
-    Rows of tokens often share their places in the first cache, so each is read once.
+    The numbers are those of `cpu_steps.copy_row`.  Rows of tokens often share their places in the
+    first cache, so each is read once.
     """
     n_bytes = -(-Dk // 16) * 64
     for t in range(CHUNK):
@@ -124,7 +113,7 @@ def _copy_rows(q, q_bytes, k, k_bytes, Dk, scale, normalize, rows, scratch):
     simd.store_f32(scratch + 4 * CHUNK, simd.splat(scale))
     factors = simd.load_f32(scratch)
     if normalize:
-        factors = simd.div(factors, simd_compare.sqrt(simd.add(squares, simd.splat(_EPS))))
+        factors = simd.div(factors, simd_compare.sqrt(simd.add(squares, simd.splat(EPS))))
     simd.store_f32(scratch, factors)
     for t in range(2 * CHUNK):
         factor = simd.splat(read_f32(scratch + 4 * t))
