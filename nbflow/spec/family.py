@@ -1,7 +1,7 @@
 """Family files (`families/*.toml`): an architecture as a choice of known parts.
 
 `FAMILY_KEYS` lists the tables of a file, `ConfigRule` and `OnlyRule` the keys of a rule;
-docs/bring_your_own_architecture.md explains both with an example.
+docs/bring_your_own_architecture.md explains both with an example, docs/family_files.md lists all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nbflow_specs import FAMILIES
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _LONGEST_NAME = 200  # file systems have 255 bytes
 ABSENT = "absent"
-"""Value in ``when`` of a key that is null or missing."""
+"""Value in ``when`` of a key that is null or missing; in ``[absent]`` it takes the base's away."""
 ALWAYS = "always"
 """Switch of biases that every member has."""
 STORED = "stored"
@@ -44,6 +44,7 @@ FAMILY_KEYS = {
     "prefix": "prefix that some checkpoints put before tensor names",
     "prefixes": "prefix of names under [tensors] = others that checkpoints have in its place",
     "structure": "fields that are the same for all members",
+    "absent": "key of config.json = value that it has where config.json has no such key",
     "config": "field = rule for config.json, or a list of rules of which the first value counts",
     "layer": "NAME = kind of layer that layer_types names: mixer, feed_forward, op, "
     "feed_forward_op, window, norm_place",
@@ -125,6 +126,8 @@ class Family:
     """Prefix of tensor names -> others in its place."""
     structure: dict[str, Any]
     """Fields of all members."""
+    absent: dict[str, Any]
+    """Key of config.json -> value where it is not stated; null is stated."""
     config: dict[str, tuple[ConfigRule, ...]]
     """Field -> its rules, in order."""
     layers: dict[str, LayerKind]
@@ -256,6 +259,7 @@ def check_family(content: dict[str, Any], path: Path) -> Family:
             for prefix, others in table["prefixes"].items()
         },
         structure=check_fields(table["structure"], f"{path}: [structure]"),
+        absent={key: value for key, value in table["absent"].items() if value != ABSENT},
         config=config,
         layers=LAYER_KINDS | _layer_kinds(table["layer"], f"{path}: [layer"),
         biases={key: _biased(names, f"{path}: [biases] {key}") for key, names in biases.items()},
@@ -280,7 +284,10 @@ def _extended(table: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict
             "key of config.json that says it"
         )
     check_keys(table, str(path), FAMILY_KEYS)
-    tables = ("prefixes", "structure", "config", "layer", "biases", "only", "tensors", "ignored")
+    tables = (
+        "prefixes", "structure", "absent", "config", "layer", "biases", "only", "tensors",
+        "ignored",
+    )  # fmt: skip
     for part in tables:
         allowed = ("tensors",) if part == "ignored" else table.get(part, {})
         check_keys(table.setdefault(part, {}), f"{path}: [{part}]", allowed)
@@ -310,7 +317,7 @@ def _extended(table: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict
 
 def config_keys(family: Family) -> list[str]:
     """Return the top-level keys of config.json that a family and its encoder read."""
-    names = [*family.biases, *family.only, QUANTIZATION]
+    names = [*family.biases, *family.only, *family.absent, QUANTIZATION]
     for only in family.only.values():
         names += only.when
     for rules in family.config.values():
