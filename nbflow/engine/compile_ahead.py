@@ -26,8 +26,14 @@ def compile_ahead(spec: ModelSpec, kv: str) -> list[int]:
     if spec.latent is None:
         keys, values = parse_kv(kv).default
         dims = spec.cached_dim, spec.value_dim
-        tasks = attention_tasks((keys.kind, values.kind), dims) + tasks
+        tasks = attention_tasks((keys.kind, values.kind), dims, _has_extras(spec)) + tasks
     return compile_in_processes(tasks)
+
+
+def _has_extras(spec: ModelSpec) -> bool:
+    """Return whether attention plans of the model have more than the plain kernel does."""
+    has_bias = spec.position in ("alibi", "relative") or spec.attention is not None
+    return has_bias or spec.attention_sinks or bool(spec.logits_soft_cap)
 
 
 def sampling_tasks() -> list[Task]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -83,6 +84,7 @@ def _begin(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to the whole group, the parent too
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(LONGEST_S)
+    gc.disable()  # little of what compilation leaves is garbage, and the process is short-lived
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(nothing, stream)

@@ -244,6 +244,8 @@ def _add_words(words: list[int], value: Any, kind: Any) -> None:
         words += struct.unpack("<q", bits)
     elif isinstance(kind, types.Boolean | types.Integer):
         words.append(int(value))
+    elif isinstance(kind, types.NoneType):
+        words.append(0)
     else:
         raise TypeError(f"a graph cannot hold an argument of type {kind}")
 

@@ -11,6 +11,7 @@ result are the same.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -19,8 +20,11 @@ from numba.core import base, event, ir, ssa, types
 from numba.core.types.functions import BaseFunction
 from numba.core.typing import templates
 
+from nbflow_kernels.cpu.numba_passes import compiling_kernel
+
 CALL_TYPES = "_nbflow_call_types"
 """Attribute of a typing context: signatures by function type and arguments."""
+_LOCKS = frozenset({"numba:compiler_lock", "numba:llvm_lock"})
 _ATOMS = frozenset({ir.Loc, str, int, float, bool, type(None)})
 _SCALARS = frozenset({
     types.Integer, types.Float, types.Boolean, types.IntegerLiteral, types.BooleanLiteral,
@@ -32,6 +36,7 @@ numba_list_vars = ir.Inst._rec_list_vars
 numba_type_intrinsic = templates._IntrinsicTemplate.generic
 numba_abi_size = base.BaseContext.get_abi_sizeof
 numba_start_event, numba_end_event = event.start_event, event.end_event
+numba_install_timer = event.install_timer
 
 ABI_SIZES = "_nbflow_abi_sizes"
 """Attribute of a target context: sizes in bytes by LLVM type."""
@@ -62,10 +67,11 @@ def find_implementations_once() -> None:
 
 
 def skip_logs_and_events() -> None:
-    """Skip the log of each statement, and events that nothing listens to."""
+    """Skip the log of each statement, events that nothing listens to, and timers of each lock."""
     ssa._run_ssa_block_pass = _rewrite_statements
     event.start_event = _start_event
     event.end_event = _end_event
+    event.install_timer = _install_timer
 
 
 def _type_intrinsic(self: Any, args: Any, kws: Any) -> Any:
@@ -99,6 +105,13 @@ def _start_event(kind: str, data: Any = None) -> None:
 def _end_event(kind: str, data: Any = None, exc_details: Any = None) -> None:
     if event._registered[kind]:
         numba_end_event(kind, data, exc_details)
+
+
+def _install_timer(kind: str, callback: Any) -> Any:
+    # These time each call of LLVM and each pass, for the metadata of a compiled function.
+    if kind in _LOCKS and compiling_kernel.value:
+        return contextlib.nullcontext()
+    return numba_install_timer(kind, callback)
 
 
 def _get_call_type(self: Any, context: Any, args: Any, kws: Any) -> Any:

@@ -111,7 +111,7 @@ def _barrier(shared, n_threads, is_last, stop):
             now += 1
         atomics.exchange(shared + 8 * _BARRIER, now)
     else:
-        now = _wait_for_change(shared + 8 * _BARRIER, passed, shared, -1)
+        now = _wait_for_change(shared + 8 * _BARRIER, passed, shared, np.int64(-1))
     return now & 1 != 0
 
 
@@ -203,7 +203,7 @@ def _serve(shared, thread, n_threads):
     mine = shared + 8 * (_THREADS + 8 * thread)
     while True:
         seen = read_i64(mine + 8)
-        job = _wait_for_change(shared + 8 * _JOB, seen, shared, _YIELDS)
+        job = _wait_for_change(shared + 8 * _JOB, seen, shared, np.int64(_YIELDS))
         atomics.store(mine + 8, job)
         if job != seen and job % 2 == _LIST:
             _run_job(shared, thread, n_threads)

@@ -3,7 +3,6 @@
 =======================  ==========================================================================
 `pack_blocks`            pack the numbers of all fields into blocks
 `unpack_field`           unpack one field, in NumPy
-`unpack_rows`            unpack up to three fields of rows of blocks: one kernel for all formats
 `write_field`            write one field of a block, in kernels of the CUDA quantizers
 `byte_rows`              byte table of a block, for docs/formats.md
 `bit_sources`            map from bits of a block to bits of numbers, for the CUDA quantizers
@@ -13,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -24,7 +23,6 @@ from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane
 from nbflow_kernels.formats.registry import Bytes
 
-Numbers = NDArray[np.int64]
 LOWEST_BITS, GATHER_BITS, GATHER_PAIRS = 0x0101010101010101, 0x0102040810204080, 0x01041040
 PACK_COST = 3.0  # operations per number, for the choice of thread count
 
@@ -117,7 +115,7 @@ def _pack_plane(source, size, flip, plane, block):
         elif stride > 1:  # words of one byte
             for k in range(per_group):
                 for r in range(stride):
-                    number = _read(source + r * size, size) ^ flip
+                    number = read_number(source + r * size, size) ^ flip
                     _or_byte(block + r, ((number >> shift) & mask) << (bit + pitch * k))
                 source += stride * size
         elif is_tight and pitch == 1:
@@ -133,7 +131,7 @@ def _pack_plane(source, size, flip, plane, block):
         else:
             word = 0
             for k in range(per_group):
-                number = _read(source, size) ^ flip
+                number = read_number(source, size) ^ flip
                 word |= ((number >> shift) & mask) << (bit + pitch * k)
                 source += size
             for k in range(word_bytes):
@@ -150,7 +148,7 @@ def _nibbles(eight):
 
 
 @jit.device_function
-def _read(address, size):
+def read_number(address, size):
     """Return the number of 1 or 2 bytes at an address."""
     return simd_memory.read_u8(address) if size == 1 else simd_memory.read_u16(address)
 
@@ -183,225 +181,6 @@ def unpack_field(field: Field, blocks: Bytes) -> NDArray[np.uint16]:
         return stored
     pairs = np.stack([stored % field.radix, stored // field.radix], axis=2)
     return pairs.reshape(len(blocks), field.n).astype(np.uint16)
-
-
-# ---- rows of blocks -----------------------------------------------------------------------------
-
-MOST_FIELDS = 3
-ONE_OF_2, ONE_OF_4 = 0x0000000100000001, 0x0001000100010001
-ONE_NUMBER, EIGHT_BYTES, NEIGHBOURS = range(3)
-"""Numbers that a step of a plane reads: one; 8 codes in 8 bytes; 8 codes in 1, 2 or 4 bytes."""
-
-
-class Unpacking(NamedTuple):
-    """Constants of `unpack_rows` for up to three fields of a block."""
-
-    fields: Numbers
-    """(3, 10): numbers, their bytes and those of stored ones, radix, its reciprocal, factor,
-    offset, first plane and the one after the last, 1 if numbers change after the planes."""
-    planes: Numbers
-    """(planes, 9): kind, mask, shift, XOR mask, width in bits or bytes, first number, first step
-    and the one after the last, 1 if earlier planes have bits of these numbers."""
-    steps: Numbers
-    """(steps, 2): offset in the block in bytes, and bit."""
-
-
-def unpacking(block_bytes: int, *fields: tuple[Field | None, int]) -> Unpacking:
-    """Return the constants for fields (None: left out) unpacked to numbers of 1 or 2 bytes."""
-    constants, planes = np.zeros((MOST_FIELDS, 10), np.int64), list[tuple[int, ...]]()
-    steps = [np.zeros((0, 2), np.int64)]
-    for i, (field, size) in enumerate(fields):
-        if field is None:
-            continue
-        stored, n = 1 if field.bits <= 8 else 2, field.n_stored
-        first, flip, is_covered = len(planes), field.flip, field.planes[0].span(n) == n
-        assert is_covered or not flip
-        for plane in field.planes:
-            kind, mask, found = _steps(plane, n, stored, block_bytes)
-            flip = flip if kind == ONE_NUMBER else _in_bytes(flip, np.arange(8))
-            width = plane.word_bytes if kind == ONE_NUMBER else plane.bits
-            begin = plane.first if kind == ONE_NUMBER else 0
-            at, keeps = sum(map(len, steps)), len(planes) > first or not is_covered
-            planes.append((kind, mask, plane.shift, flip, width, begin, at, at + len(found), keeps))
-            steps.append(found)
-            flip = 0
-        factor, offset = field.factor, field.offset
-        changes = bool(field.radix or stored != size or factor != 1 or offset or not is_covered)
-        constants[i] = (
-            field.n, size, stored, field.radix, reciprocal(field.radix), factor, offset, first,
-            len(planes), changes,
-        )  # fmt: skip
-    return Unpacking(constants, np.array(planes, np.int64), np.concatenate(steps))
-
-
-def _steps(plane: Plane, n: int, size: int, block_bytes: int) -> tuple[int, int, Numbers]:
-    """Return kind, mask and steps of a plane of `n` numbers, for numbers of `size` bytes."""
-    bits, mask = plane.positions(n), (1 << plane.bits) - 1
-    if size == 1 and n % 8 == 0 and plane.word_bytes == 1:
-        places = np.full(n, -1, np.int64)
-        places[plane.first : plane.first + len(bits)] = bits
-        groups = places.reshape(-1, 8)
-        lanes = np.flatnonzero(groups[0] >= 0)  # of the 8 numbers, those with bits in the plane
-        if len(lanes) and np.array_equal(groups >= 0, [np.isin(range(8), lanes)] * len(groups)):
-            first = groups[:, lanes[0]] - 8 * lanes[0]
-            steps = np.stack([first // 8, first % 8], axis=1)
-            in_block = first.min() >= 0 and steps[:, 0].max() + 8 <= block_bytes
-            if in_block and np.array_equal(groups[:, lanes], first[:, None] + 8 * lanes):
-                return EIGHT_BYTES, _in_bytes(mask, lanes), steps
-            is_tight = np.array_equal(groups, first[:, None] + plane.bits * np.arange(8))
-            if is_tight and plane.bits in (1, 2, 4) and not steps[:, 1].any():
-                return NEIGHBOURS, mask, steps
-    at = bits // 8
-    if plane.word_bytes > 1:  # words begin at the first byte of their group
-        at = plane.at + np.arange(len(bits)) // plane.per_group * plane.step
-    return ONE_NUMBER, mask, np.stack([at, bits - 8 * at], axis=1)
-
-
-def _in_bytes(number: int, lanes: NDArray[np.int64]) -> int:
-    """Return the int64 with a number in some of its 8 bytes and 0 in the others."""
-    found = np.zeros(8, np.uint8)
-    found[lanes] = number
-    return int.from_bytes(found.tobytes(), "little", signed=True)
-
-
-@jit.kernel(unroll=False)
-def unpack_rows(rows, block_bytes, fields, planes, steps, first, second, third, start, stop):
-    """Unpack fields of rows [start, stop) of blocks; one kernel for all formats.
-
-    `fields`, `planes` and `steps` are from `unpacking`; the numbers of the three fields go to the
-    rows of the arrays `first`, `second` and `third`.
-    """
-    n_blocks, room = rows.shape[1] // block_bytes, 0
-    for f in range(MOST_FIELDS):
-        room = max(room, n_blocks * fields[f, 0] * fields[f, 2])
-    stored = np.empty(room, np.uint8)
-    for r in range(start, stop):
-        block = simd.address(rows) + r * rows.strides[0]
-        for f in range(MOST_FIELDS):
-            field = fields[f]
-            if f == 0:
-                out = simd.address(first) + r * first.strides[0]
-            elif f == 1:
-                out = simd.address(second) + r * second.strides[0]
-            else:
-                out = simd.address(third) + r * third.strides[0]
-            n, size, radix, to = n_blocks * field[0], field[2], field[3], out
-            n_bytes = field[0] * size
-            if field[9]:
-                stored[:] = 0
-                to = simd.address(stored)
-            if radix:
-                n_bytes //= 2
-            for p in range(field[7], field[8]):
-                plane = planes[p]
-                if plane[0] == EIGHT_BYTES:
-                    _unpack_bytes(block, block_bytes, n_blocks, plane, steps, to, n_bytes)
-                elif plane[0] == NEIGHBOURS:
-                    _unpack_neighbours(block, block_bytes, n_blocks, plane, steps, to, n_bytes)
-                else:
-                    _unpack_numbers(block, block_bytes, n_blocks, plane, steps, to, n_bytes, size)
-            if radix:
-                _split_pairs(to, n // 2, size, radix, field[4], out)
-            elif field[9]:
-                _scale_numbers(to, n, size, field[5], field[6], out, field[1])
-
-
-@jit.device_function
-def _unpack_bytes(block, block_bytes, n_blocks, plane, steps, to, n_bytes):
-    """Unpack a plane of numbers of which 8 lie in 8 bytes; a block has `n_bytes` of numbers."""
-    mask, shift, flip, keeps = plane[1], plane[2], plane[3], plane[8]
-    for _ in range(n_blocks):
-        at = to
-        for i in range(plane[6], plane[7]):
-            eight = (simd_memory.read_i64(block + steps[i, 0]) >> steps[i, 1]) & mask
-            eight = (eight << shift) ^ flip
-            if keeps:
-                eight ^= simd_memory.read_i64(at)
-            simd_memory.write_i64(at, eight)
-            at += 8
-        block += block_bytes
-        to += n_bytes
-
-
-@jit.device_function
-def _unpack_neighbours(block, block_bytes, n_blocks, plane, steps, to, n_bytes):
-    """Unpack a plane of numbers of which 8 lie in 1, 2 or 4 bytes."""
-    shift, flip, bits, keeps = plane[2], plane[3], plane[4], plane[8]
-    for _ in range(n_blocks):
-        at = to
-        for i in range(plane[6], plane[7]):
-            source = block + steps[i, 0]
-            if bits == 4:
-                eight = spread_8(simd_memory.read_i32(source) & 0xFFFFFFFF, 4)
-            elif bits == 2:
-                eight = spread_8(simd_memory.read_u16(source), 2)
-            else:
-                eight = spread_8(simd_memory.read_u8(source), 1)
-            eight = (eight << shift) ^ flip
-            if keeps:
-                eight ^= simd_memory.read_i64(at)
-            simd_memory.write_i64(at, eight)
-            at += 8
-        block += block_bytes
-        to += n_bytes
-
-
-@jit.device_function(inline="llvm")
-def spread_8(numbers, pitch):
-    """Return eight numbers of `pitch` bits, 1 to 4, in a byte each of an int64."""
-    numbers = (numbers | (numbers << (32 - 4 * pitch))) & (((1 << 4 * pitch) - 1) * ONE_OF_2)
-    numbers = (numbers | (numbers << (16 - 2 * pitch))) & (((1 << 2 * pitch) - 1) * ONE_OF_4)
-    return (numbers | (numbers << (8 - pitch))) & (((1 << pitch) - 1) * LOWEST_BITS)
-
-
-@jit.device_function
-def _unpack_numbers(block, block_bytes, n_blocks, plane, steps, to, n_bytes, size):
-    """Unpack a plane of numbers of `size` bytes, one after the other."""
-    mask, shift, flip, width, keeps = plane[1], plane[2], plane[3], plane[4], plane[8]
-    to += plane[5] * size
-    for _ in range(n_blocks):
-        at = to
-        for i in range(plane[6], plane[7]):
-            source = block + steps[i, 0]
-            if width == 1:
-                word = simd_memory.read_u8(source)
-            elif width == 2:
-                word = simd_memory.read_u16(source)
-            else:
-                word = simd_memory.read_i32(source) & 0xFFFFFFFF
-            number = (((word >> steps[i, 1]) & mask) << shift) ^ flip
-            if keeps:
-                number ^= _read(at, size)
-            _write(at, number, size)
-            at += size
-        block += block_bytes
-        to += n_bytes
-
-
-@jit.device_function
-def _split_pairs(pairs, n, size, radix, inverse, to):
-    """Write two codes for each of `n` pair codes of `size` bytes."""
-    for i in range(n):
-        pair = _read(pairs + i * size, size)
-        y = (pair * inverse) >> 16  # pair // radix
-        simd_narrow.write_u16(to + 2 * i, (pair - radix * y) | (y << 8))
-
-
-@jit.device_function
-def _scale_numbers(stored, n, stored_size, factor, offset, to, size):
-    """Write factor * number + offset for `n` numbers."""
-    for i in range(n):
-        number = factor * _read(stored + i * stored_size, stored_size) + offset
-        _write(to + i * size, number, size)
-
-
-@jit.device_function(inline="llvm")
-def _write(address, number, size):
-    """Write a number of 1 or 2 bytes."""
-    if size == 1:
-        simd_narrow.write_u8(address, number)
-    else:
-        simd_narrow.write_u16(address, number)
 
 
 # ---- constants in kernels of the CUDA quantizers -----------------------------------------------

@@ -12,13 +12,7 @@ from numpy.typing import NDArray
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.cpu.simd_memory import read_f16, read_u16
-from nbflow_kernels.formats.bit_fields import (
-    Unpacking,
-    pack_blocks,
-    unpack_field,
-    unpack_rows,
-    unpacking,
-)
+from nbflow_kernels.formats.bit_fields import pack_blocks, unpack_field
 from nbflow_kernels.formats.codec_spec import (
     CodecSpec,
     DecodedBlocks,
@@ -27,6 +21,7 @@ from nbflow_kernels.formats.codec_spec import (
     weights,
 )
 from nbflow_kernels.formats.registry import Bytes, Floats, QuantFormat
+from nbflow_kernels.formats.unpack_rows import Unpacking, unpack_rows, unpacking
 
 CHUNK = 1 << 22  # weights decoded or quantized at once: bounds temporaries to about 50 MB
 DECODE_COST = 8.0  # operations per weight, for the choice of thread count
@@ -135,10 +130,8 @@ class FieldFormat(QuantFormat):
     def _unpack(self, rows: Bytes, scales: Scales, mins: Bytes) -> Bytes:
         """Write integer scales and minima of contiguous rows; return the codes."""
         codes = np.empty((len(rows), rows.shape[1] // self.block_bytes * self.block_size), np.uint8)
-        parallel_for(
-            unpack_rows, len(rows), DECODE_COST * codes.size,
-            rows, self.block_bytes, *self.unpacking, codes, scales, mins,
-        )  # fmt: skip
+        outs, work = (codes, scales, mins), DECODE_COST * codes.size
+        unpack_rows(rows, self.block_bytes, self.unpacking, outs, work)
         return codes
 
     def _row_floats(self, rows: Bytes) -> tuple[Floats, Floats | None]:

@@ -509,7 +509,7 @@ def _pack_codes(codes, out, bits, fields, n_blocks, segments, units, vectors, si
     lanes = np.empty((codes.shape[1], ROWS), np.int32)
     for group in range(start, stop):
         _transpose(codes, group * ROWS, lanes)
-        words, v = out[group], 0
+        words, v = out[group], np.int64(0)  # of a literal, all below would be compiled twice
         for b in range(n_blocks):
             for i in range(segments):
                 at = b * block + floats + i * segment + scales

@@ -7,7 +7,14 @@ import numpy as np
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_int8 import store_narrow
-from nbflow_kernels.cpu.simd_memory import address_of, read_u8
+from nbflow_kernels.cpu.simd_memory import (
+    address_of,
+    allocate,
+    read_f32,
+    read_u8,
+    release,
+    write_f32,
+)
 from nbflow_kernels.cpu.simd_narrow import write_u8
 from nbflow_kernels.kv_cache.cpu_codec import (
     F16,
@@ -40,8 +47,8 @@ def append_paged_kv_cache(
 ) -> None:
     """See `nbflow_kernels.append_paged_kv_cache`; `kinds` are the KINDS of keys and of values."""
     T, G, D = key.shape
-    rotation = (0, 0, True)  # address of the table, pairs of a head, and which elements form one
-    if cos_sin is not None:
+    rotation = None
+    if cos_sin is not None:  # address of the table, pairs of a head, and which elements form one
         hold(cos_sin)
         rotation = (address_of(cos_sin), cos_sin.shape[1] // 2, not interleave)
     is_float = max(kinds) < FIRST_BLOCK_KIND
@@ -119,9 +126,7 @@ def _append_rows(
     stop
 ):  # fmt: skip
     """Append rows [start, stop) with ``write(kind, source, n, target)``."""
-    cos_sin, half, is_neox = rotation
-    scratch = np.empty(D, np.float32)
-    turned = simd.address(scratch)
+    scratch = _allocate_for(rotation, D)
     for row in range(start, stop):
         if batch_indices[row] < 0:
             continue  # padding
@@ -132,13 +137,30 @@ def _append_rows(
         v_to = v_cache + page * strides[3] + slot * strides[4]
         for g in range(G):
             from_key = key + row * key_row_bytes + 4 * g * D
-            if cos_sin != 0:
-                write_floats(F32, from_key, D, turned)
-                rotate_head(turned, cos_sin + 8 * half * position, half, is_neox)
-                from_key = turned
+            from_key = _rotated(rotation, from_key, D, position, scratch)
             write(k_kind, from_key, D, k_to + g * strides[2])
             from_value = value + row * value_row_bytes + 4 * g * D_value
             write(v_kind, from_value, D_value, v_to + g * strides[5])
+    if scratch != 0:
+        release(scratch)
+
+
+@jit.device_function
+def _allocate_for(rotation, n):
+    """Return the address of `n` float32 for rotated keys, or 0 without a rotation."""
+    return np.int64(0) if rotation is None else allocate(4 * n)
+
+
+@jit.device_function
+def _rotated(rotation, source, n, position, scratch):
+    """Return the address of the key at `source` after its rotation, if any."""
+    if rotation is None:
+        return source
+    cos_sin, half, is_neox = rotation
+    for d in range(0, 4 * n, 4):
+        write_f32(scratch + d, read_f32(source + d))
+    rotate_head(scratch, cos_sin + 8 * half * position, half, is_neox)
+    return scratch
 
 
 @jit.kernel(unroll=False)
@@ -220,7 +242,7 @@ def _convert_row(kinds, source, n, n_bytes, target, scratch):
             at += 1
     else:
         between = simd.address(scratch)
-        decode_row(kinds[0], source, n, np.float32(1), between, n)
+        decode_row(kinds[0], source, n, between, n)
         encode_row(kinds[1], between, n, target)
 
 
@@ -228,8 +250,8 @@ def _convert_row(kinds, source, n, n_bytes, target, scratch):
 def _copy(kind, source, n, out_kind, target, scratch):
     """Decode one head vector to float32 or, through `scratch`, to float16."""
     if out_kind == F32:
-        decode_row(kind, source, n, np.float32(1), target, n)
+        decode_row(kind, source, n, target, n)
     else:
         between = simd.address(scratch)
-        decode_row(kind, source, n, np.float32(1), between, n)
+        decode_row(kind, source, n, between, n)
         write_floats(out_kind, between, n, target)

@@ -68,7 +68,9 @@ def _code(function: object, **options: object) -> str:
     (text,) = compiled.inspect_llvm().values()
     body = re.search(r"^define .*?^}", text, re.DOTALL | re.MULTILINE)
     assert body
-    return re.sub(r'@"?[\w.$<>:]+"?', "@name", body[0])
+    code = re.sub(r'@"?[\w.$<>:]+"?', "@name", body[0])
+    values = list(dict.fromkeys(re.findall(r"%[\w.]*\d[\w.]*", code)))
+    return re.sub(r"%[\w.]*\d[\w.]*", lambda found: f"%{values.index(found[0])}", code)
 
 
 def test_code_is_that_of_numbas_passes():

@@ -20,12 +20,11 @@ from nbflow_kernels.formats.bit_fields import (
     pack_field,
     reciprocal,
     unpack_field,
-    unpack_rows,
-    unpacking,
 )
 from nbflow_kernels.formats.block_format import FieldFormat
 from nbflow_kernels.formats.codec_spec import Field, FieldTable, Plane, float16
 from nbflow_kernels.formats.ggml.iq_grids import GridFormat
+from nbflow_kernels.formats.unpack_rows import unpack_rows, unpacking
 from nbflow_kernels.quantizers import quantize
 from nbflow_kernels.testing.format_table import table
 
@@ -151,10 +150,7 @@ def _unpacked(field: Field, blocks, size: int):
     out = np.full((len(rows), 3 * field.n), 0xA5A5 if size == 2 else 0xA5, f"u{size}")
     rest = np.empty((len(rows), 0), np.uint8)
     constants = unpacking(blocks.shape[1], (field, size))
-    unpack_rows(
-        rows, blocks.shape[1], *constants, out.view(np.uint8), rest.view(np.int16), rest, 0,
-        len(rows),
-    )  # fmt: skip
+    unpack_rows(rows, blocks.shape[1], constants, (out, rest, rest), 1.0)
     return out.reshape(len(blocks), -1)
 
 

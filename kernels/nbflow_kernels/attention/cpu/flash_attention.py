@@ -24,10 +24,9 @@ from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu.head_rows import (
     SCALE_TABLES,
     TABLE,
-    finish_keys,
+    copies,
     pad_table,
     prefetch_item,
-    rotate,
     row_addresses,
     scale_addresses,
     unpack_keys,
@@ -41,6 +40,7 @@ from nbflow_kernels.attention.cpu.online_softmax import (
     chunk_max,
     exp1,
     exp_weights,
+    mask_ends,
     merge_partial,
     pv_1x1,
     pv_1x4,
@@ -66,6 +66,7 @@ from nbflow_kernels.cpu.simd_memory import (
     write_i64,
 )
 from nbflow_kernels.kv_cache.cpu_codec import F32, copy_floats
+from nbflow_kernels.position.cpu import rotate_halves
 
 LOG2_E = 1.4426950408889634
 
@@ -137,7 +138,8 @@ def accumulate_pv(like, M, acc, row_bytes, state, s, values, ahead, n_prefetch):
             continue
         low, high = visible_to_all(records)
         if low > 0:
-            pv_ends(like, sums, row_bytes, records, weights, values, np.int64(0), low, ahead)
+            begin = np.int64(0)
+            pv_ends(like, sums, row_bytes, records, weights, values, begin, low, ahead)
         pv_four_rows(like, sums, row_bytes, records, weights, values, low, high, ahead, n)
         if high < CHUNK:
             end = np.int64(CHUNK)
@@ -151,8 +153,10 @@ def pv_ends(like, acc, row_bytes, records, p, values, first, last, ahead):
     for i in range(4):
         record = records + STATE_BYTES * i
         begin, end = max(read_i64(record + FIRST), first), min(read_i64(record + LAST), last)
-        scores = p + i * SCORE_BYTES
-        pv_row(like, acc + i * row_bytes, row_bytes, record, scores, values, begin, end, ahead, 0)
+        scores, none = p + i * SCORE_BYTES, np.int64(0)  # a literal would compile `pv_row` twice
+        pv_row(
+            like, acc + i * row_bytes, row_bytes, record, scores, values, begin, end, ahead, none
+        )
 
 
 @jit.device_function
@@ -190,8 +194,38 @@ def pv_four_rows(like, acc, row_bytes, records, p, values, first, last, ahead, n
 
 
 @jit.device_function
-def softmax_weights(header, cap, M, group, head, request, row, position, base, s, state, ramp):
+def softmax_weights(
+    header, extras, M, group, head, request, row, position, base, s, state, ramp
+):  # fmt: skip
     """Replace the scores of the chunk at key `base` by softmax weights, and update the state."""
+    if extras is not None:
+        change_scores(header, extras, M, group, head, request, row, position, base, s, state, ramp)
+    for m in range(M):
+        record = state + STATE_BYTES * m
+        first, last = read_i64(record + FIRST), read_i64(record + LAST)
+        if first >= last:
+            continue
+        scores = s + m * SCORE_BYTES
+        if first % 16 or last % 16:
+            mask_ends(scores, first, last)
+        if extras is not None and read_word(header, at.NO_SOFTMAX) != 0:
+            unmasked_scores(scores, first, last)
+            write_f32(record + ROW_MAX, 0.0)
+            write_f32(record + ROW_SUM, 1.0)
+            continue
+        old = read_f32(record + ROW_MAX)
+        row_max = chunk_max(scores, first, last, old)
+        write_f32(record + RESCALE, exp1(old - row_max) if row_max != old else np.float32(1.0))
+        write_f32(record + ROW_MAX, row_max)
+    if extras is None or read_word(header, at.NO_SOFTMAX) == 0:
+        exp_rows(M, s, state)
+
+
+@jit.device_function
+def change_scores(
+    header, cap, M, group, head, request, row, position, base, s, state, ramp
+):  # fmt: skip
+    """Add biases, cap, apply the function of a variant and the custom mask."""
     mask, slopes = read_word(header, at.MASK), read_word(header, at.SLOPES)
     table = read_word(header, at.BIAS)
     hook = read_word(header, at.SCORES_HOOK)
@@ -227,20 +261,9 @@ def softmax_weights(header, cap, M, group, head, request, row, position, base, s
                 hook, read_word(header, at.HOOK_PARAMS), scores, first, last, base, request,
                 first_row + m // group, head * group + m % group, head,
             )  # fmt: skip
-        if first % 16 or last % 16 or mask != 0:
+        if mask != 0:
             bits = read_word(header, at.MASK_BITS) != 0
             apply_mask(scores, first, last, mask, bits, index + (m // group) * kv_len)
-        if read_word(header, at.NO_SOFTMAX) != 0:
-            unmasked_scores(scores, first, last)
-            write_f32(record + ROW_MAX, 0.0)
-            write_f32(record + ROW_SUM, 1.0)
-            continue
-        old = read_f32(record + ROW_MAX)
-        row_max = chunk_max(scores, first, last, old)
-        write_f32(record + RESCALE, exp1(old - row_max) if row_max != old else np.float32(1.0))
-        write_f32(record + ROW_MAX, row_max)
-    if read_word(header, at.NO_SOFTMAX) == 0:
-        exp_rows(M, s, state)
 
 
 @jit.device_function
@@ -264,7 +287,7 @@ def exp_rows(M, s, state):
 
 
 @jit.device_function
-def load_queries(header, source, q, q_row_bytes, M, group, row, head, position, target, padded):
+def load_queries(header, pack, q, q_row_bytes, M, group, row, head, position, target, padded):
     """Load a tile's query vectors times their factors, rotated if the plan has RoPE."""
     D, rope = read_word(header, at.DIM_QK), read_word(header, at.ROPE)
     factors = read_word(header, at.SCORE_FACTORS)
@@ -273,8 +296,8 @@ def load_queries(header, source, q, q_row_bytes, M, group, row, head, position, 
         place = target + 4 * padded * m
         vector = q + (row + m // group) * q_row_bytes + 4 * D * h
         copy_floats(F32, vector, D, read_f32(factors + 4 * h), place, padded)
-        if rope != 0:
-            rotate(source, place, rope + 4 * D * max(position + m // group, 0), D // 2)
+        if pack is not None and rope != 0:  # with RoPE, keys are copied
+            rotate_halves(place, rope + 4 * D * max(position + m // group, 0), D // 2)
 
 
 @jit.device_function
@@ -282,7 +305,7 @@ def visible_ranges(header, request, row, end_row, group, record):
     """Initialize the visible key ranges of an item's rows, and the sums of earlier splits."""
     window, chunk = read_word(header, at.WINDOW), read_word(header, at.ATTENTION_CHUNK)
     while row < end_row:
-        rows, position, _ = request_rows(header, request, row, end_row, 0)
+        rows, position, _ = request_rows(header, request, row, end_row, np.int64(0))
         kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
         for m in range(rows * group):
             here = position + m // group
@@ -301,6 +324,22 @@ def visible_ranges(header, request, row, end_row, group, record):
             write_f32(record + RUN_SUM, 0.0)
             record += STATE_BYTES
         request, row = request + 1, row + rows
+
+
+@jit.device_function
+def narrow_ranges(extras, header, M, group, head, request, row, base, records):
+    """Let the function of a variant, if any, narrow the ranges of visible keys in a chunk."""
+    if extras is not None:
+        hook = read_word(header, at.RANGE_HOOK)
+        first_row = row - read_i32(read_word(header, at.QO_INDPTR) + 4 * request)
+        for m in range(M if hook != 0 else 0):
+            record = records + STATE_BYTES * m
+            first, last = read_i64(record + FIRST), read_i64(record + LAST)
+            if first < last:
+                call_hook(
+                    hook, read_word(header, at.HOOK_PARAMS), record + FIRST, first, last, base,
+                    request, first_row + m // group, head * group + m % group, head,
+                )  # fmt: skip
 
 
 @jit.device_function
@@ -327,23 +366,12 @@ def reset_state(M, acc, row_bytes, state):
 
 
 @jit.device_function
-def write_result(header, acc, row_max, row_sum, row, qo_head, out, lse):
+def write_result(header, extras, acc, row_max, row_sum, row, qo_head, out, lse):
     """Normalize an accumulator and write the result and the LSE of a query vector."""
     H, D = read_word(header, at.QO_HEADS), read_word(header, at.DIM_VO)
-    factors, sinks = read_word(header, at.OUT_FACTORS), read_word(header, at.SINKS)
     factor = np.float32(1.0)
-    if factors != 0:
-        factor = read_f32(factors + 4 * qo_head)
-    if sinks != 0:
-        sink = read_f32(sinks + 4 * qo_head)
-        both = max(row_max, sink)
-        rescale = exp1(row_max - both)
-        row_sum = np.float32(
-            np.float64(row_sum) * np.float64(rescale)
-            + math.exp(np.float64(sink) - np.float64(both))
-        )
-        factor = factor * rescale
-        row_max = both
+    if extras is not None:
+        factor, row_max, row_sum = with_sink(header, qo_head, row_max, row_sum)
     inverse = np.float32(0.0)
     if row_sum != 0.0:
         inverse = factor / row_sum
@@ -359,10 +387,28 @@ def write_result(header, acc, row_max, row_sum, row, qo_head, out, lse):
 
 
 @jit.device_function
-def write_results(header, M, group, request, row, head, acc, running, row_bytes, state, out, lse):
+def with_sink(header, qo_head, row_max, row_sum):
+    """Return the factor of a head's results, and maximum and sum with the head's sink."""
+    factors, sinks = read_word(header, at.OUT_FACTORS), read_word(header, at.SINKS)
+    factor = np.float32(1.0)
+    if factors != 0:
+        factor = read_f32(factors + 4 * qo_head)
+    if sinks == 0:
+        return factor, row_max, row_sum
+    sink = read_f32(sinks + 4 * qo_head)
+    both = max(row_max, sink)
+    rescale = exp1(row_max - both)
+    row_sum = np.float32(
+        np.float64(row_sum) * np.float64(rescale) + math.exp(np.float64(sink) - np.float64(both))
+    )
+    return factor * rescale, both, row_sum
+
+
+@jit.device_function
+def write_results(
+    header, extras, M, group, request, row, head, acc, running, row_bytes, state, out, lse
+):  # fmt: skip
     """Write the final results of a tile; `running` has those of its splits, or is 0."""
-    hook, n = read_word(header, at.OUTPUT_HOOK), read_word(header, at.DIM_VO)
-    first_row = row - read_i32(read_word(header, at.QO_INDPTR) + 4 * request)
     for m in range(M):
         record, source = state + STATE_BYTES * m, acc + m * row_bytes
         row_max, row_sum = read_f32(record + ROW_MAX), read_f32(record + ROW_SUM)
@@ -370,13 +416,17 @@ def write_results(header, M, group, request, row, head, acc, running, row_bytes,
             row_max, row_sum = read_f32(record + RUN_MAX), read_f32(record + RUN_SUM)
             source = running + m * row_bytes
         qo_head = head * group + m % group
-        write_result(header, source, row_max, row_sum, row + m // group, qo_head, out, lse)
-        if hook != 0:
-            place = (row + m // group) * read_word(header, at.QO_HEADS) + qo_head
-            call_hook(
-                hook, read_word(header, at.HOOK_PARAMS), out + 4 * n * place, 0, n, 0, request,
-                first_row + m // group, qo_head, head,
-            )  # fmt: skip
+        here = row + m // group
+        write_result(header, extras, source, row_max, row_sum, here, qo_head, out, lse)
+        if extras is not None:
+            hook, n = read_word(header, at.OUTPUT_HOOK), read_word(header, at.DIM_VO)
+            if hook != 0:
+                place = here * read_word(header, at.QO_HEADS) + qo_head
+                first_row = read_i32(read_word(header, at.QO_INDPTR) + 4 * request)
+                call_hook(
+                    hook, read_word(header, at.HOOK_PARAMS), out + 4 * n * place, 0, n, 0, request,
+                    here - first_row, qo_head, head,
+                )  # fmt: skip
 
 
 @jit.device_function
@@ -407,28 +457,27 @@ def merge_split(M, running, acc, row_bytes, state):
 
 @jit.kernel(unroll=False)
 def flash_attention(
-    plan, cap, key_reader, value_reader, q, q_row_bytes, k, v, strides, out, lse, start, stop
+    plan, extras, key_reader, value_reader, q, q_row_bytes, k, v, strides, out, lse, start, stop
 ):
     """Process the work items of the shares [start, stop); `plan_layout` describes the tables.
 
     A reader (source, like, kind, pack) tells how keys or values are read: the types of `source` and
-    `like` select the code of `copy_row` and of the register tiles, `kind` is the format, `pack`
-    decodes chunks to float32 rows first.  `strides` are bytes per page, token, head and row, of
-    keys and of values.
+    `like` select the code of `copy_rows` and of the register tiles, `kind` is the format, `pack`
+    decodes chunks to float32 rows first (None: never).  `strides` are bytes per page, token, head
+    and row, of keys and of values.  `extras` is the soft cap of the scores, 0 for none, or None for
+    a plan with nothing that `has_extras` names: without that code half is compiled.
     """
-    k_source, k_like, _, k_pack = key_reader
-    _, v_like, _, v_pack = value_reader
+    k_source, k_like, k_kind, k_pack = key_reader
+    v_source, v_like, v_kind, v_pack = value_reader
     header = simd.address(plan)
     H, max_vectors = read_word(header, at.QO_HEADS), read_word(header, at.MAX_VECTORS)
     group = H // read_word(header, at.KV_HEADS)
     D_qk, D_vo = read_word(header, at.DIM_QK), read_word(header, at.DIM_VO)
     page_size, split = read_word(header, at.PAGE_SIZE), read_word(header, at.SPLIT_KEYS)
-    rope, latent = read_word(header, at.ROPE), read_word(header, at.LATENT)
-    key_rope = read_word(header, at.KEY_ROPE)
-    range_hook = read_word(header, at.RANGE_HOOK)
+    latent = read_word(header, at.LATENT)
     wide_qk, wide_vo = (D_qk + 15) // 16 * 16, (D_vo + 15) // 16 * 16
     qk_bytes, vo_bytes = 4 * wide_qk, 4 * wide_vo
-    packed_bytes = CHUNK * max(qk_bytes, vo_bytes) if k_pack or v_pack else 0
+    packed_bytes = CHUNK * max(qk_bytes, vo_bytes) if copies(k_pack) or copies(v_pack) else 0
     each = qk_bytes + 2 * vo_bytes + SCORE_BYTES + STATE_BYTES
     memory = allocate(max_vectors * each + 2 * SCALE_TABLES + 1024 + 64 + packed_bytes + 64)
     q_tile = (memory + 63) // 64 * 64
@@ -456,7 +505,7 @@ def flash_attention(
         border = (begin // split + 1) * split
         M, tile, shared_pass = (end_row - row) * group, np.int64(0), shared > 0
         load_queries(
-            header, k_source, q, q_row_bytes, M, group, row, head, first_position, q_tile, wide_qk
+            header, k_pack, q, q_row_bytes, M, group, row, head, first_position, q_tile, wide_qk
         )
         reset_state(M, acc, vo_bytes, state)
         visible_ranges(header, request, row, end_row, group, state)
@@ -464,7 +513,6 @@ def flash_attention(
             pages = read_i32(read_word(header, at.KV_INDPTR) + 4 * request)
             pages = read_word(header, at.KV_INDICES) + 4 * pages
             rows, position, end = request_rows(header, request, row, end_row, end_key)
-            first_row = read_i32(read_word(header, at.QO_INDPTR) + 4 * request)
             if shared_pass:
                 end = shared
             else:
@@ -475,7 +523,7 @@ def flash_attention(
             stop_key = min(min(key // CHUNK * CHUNK + CHUNK, end), (key // split + 1) * split)
             if key < end:
                 row_addresses(pages, page_size, key, stop_key, k_head, v_head, strides, now)
-                scale_addresses(header, pages, page_size, head, key, stop_key, now)
+                scale_addresses(k_source, header, pages, page_size, head, key, stop_key, now)
             while key < end:
                 # Only visible keys are addressed: others may lie on freed pages.
                 base, next_base = key // CHUNK * CHUNK, stop_key // CHUNK * CHUNK
@@ -484,7 +532,9 @@ def flash_attention(
                     row_addresses(
                         pages, page_size, stop_key, next_stop, k_head, v_head, strides, ahead
                     )
-                    scale_addresses(header, pages, page_size, head, stop_key, next_stop, ahead)
+                    scale_addresses(
+                        k_source, header, pages, page_size, head, stop_key, next_stop, ahead
+                    )
                 # Prefetch whole chunks half a chunk ahead: values during Q K^T, and the next keys
                 # during P V; latent keys and values are decoded together.
                 n_keys = strides[3] if next_stop - stop_key == CHUNK else 0
@@ -493,13 +543,7 @@ def flash_attention(
                 if latent:
                     next_values, n_values = ahead + TABLE, strides[7] if n_keys != 0 else 0
                 first, last = key - base, stop_key - base
-                unpack_keys(key_reader, now, first, last, (D_qk, D_vo), latent, packed)
-                if k_pack and rope != 0:
-                    for j in range(first, last):
-                        place = packed + j * qk_bytes
-                        rotate(k_source, place, rope + 4 * D_qk * (base + j), D_qk // 2)
-                if k_pack and key_rope != 0:
-                    finish_keys(k_source, header, head, base, first, last, packed, qk_bytes)
+                unpack_keys(k_source, k_kind, k_pack, header, head, base, now, first, last, packed)
                 pad_table(now, first, last)
                 for m in range(M):
                     record = records + STATE_BYTES * m
@@ -507,12 +551,7 @@ def flash_attention(
                     write_i64(record + FIRST, seen)
                     seen_end = max(seen, min(read_i64(record + HIGH) - base, last))
                     write_i64(record + LAST, seen_end)
-                    if range_hook != 0 and seen < seen_end:
-                        call_hook(
-                            range_hook, read_word(header, at.HOOK_PARAMS), record + FIRST, seen,
-                            seen_end, base, request, row - first_row + m // group,
-                            head * group + m % group, head,
-                        )  # fmt: skip
+                narrow_ranges(extras, header, M, group, head, request, row, base, records)
                 vectors = q_tile + tile * qk_bytes
                 qk_scores(
                     k_like, M, vectors, qk_bytes, now, records, s, scratch, next_values, n_values
@@ -520,10 +559,10 @@ def flash_attention(
                 if stop_key == end and item + 1 < end_item:
                     prefetch_item(header, item + 1, page_size, k, v, strides)
                 softmax_weights(
-                    header, cap, M, group, head, request, row, position, base, s, records, ramp
+                    header, extras, M, group, head, request, row, position, base, s, records, ramp
                 )
                 if not latent:
-                    unpack_values(value_reader, now + TABLE, first, last, D_vo, packed)
+                    unpack_values(v_source, v_kind, v_pack, now + TABLE, first, last, D_vo, packed)
                 accumulate_pv(v_like, M, sums, vo_bytes, records, s, now + TABLE, ahead, n_keys)
                 if multi_split and (stop_key % split == 0 or (stop_key == end and not shared_pass)):
                     merge_split(M, running + tile * vo_bytes, sums, vo_bytes, records)
@@ -537,7 +576,8 @@ def flash_attention(
             else:
                 others = running + tile * vo_bytes if multi_split else np.int64(0)
                 write_results(
-                    header, M, group, request, row, head, sums, others, vo_bytes, records, out, lse
-                )
+                    header, extras, M, group, request, row, head, sums, others, vo_bytes, records,
+                    out, lse,
+                )  # fmt: skip
             request, row, tile = request + 1, row + rows, tile + M
     release(memory)

@@ -63,36 +63,6 @@ def _decode_rows(kind, table, first, last, n, target, padded, stride):
         decode_rows(kind, table, first, last, n, target, padded, stride)
 
 
-def rotate(source: Any, row: Any, cos_sin: Any, half: Any) -> None:
-    """Apply RoPE to a float32 row; a no-op in kernels that read rows in place."""
-    if isinstance(source, np.float32 | np.uint8):
-        rotate_halves(row, cos_sin, half)
-
-
-@overload(rotate, inline="always", strict=False)
-def _rotate_overload(source, row, cos_sin, half):
-    if source in (types.float32, types.uint8):
-        return lambda source, row, cos_sin, half: rotate_halves(row, cos_sin, half)
-    return lambda source, row, cos_sin, half: None
-
-
-def finish_keys(
-    source: Any, header: Any, head: Any, base: Any, first: Any, last: Any, rows: Any, row_bytes: Any
-) -> None:
-    """Add the bias and apply the RoPE of keys that are stored before them; see `_finish_keys`."""
-    if isinstance(source, np.float32 | np.uint8):
-        _finish_keys(header, head, base, first, last, rows, row_bytes)
-
-
-@overload(finish_keys, inline="always", strict=False)
-def _finish_keys_overload(source, header, head, base, first, last, rows, row_bytes):
-    if source in (types.float32, types.uint8):
-        return lambda source, header, head, base, first, last, rows, row_bytes: _finish_keys(
-            header, head, base, first, last, rows, row_bytes
-        )
-    return lambda source, header, head, base, first, last, rows, row_bytes: None
-
-
 @jit.device_function
 def _finish_keys(header, head, base, first, last, rows, row_bytes):
     """Make keys [first, last) of the chunk at key `base` from float32 rows before bias and RoPE."""
@@ -153,7 +123,7 @@ def prefetch_item(header, item, page_size, k, v, strides):
 
 
 @jit.device_function
-def scale_addresses(header, pages, page_size, head, first, last, table):
+def scale_addresses(source, header, pages, page_size, head, first, last, table):
     """Write the addresses of the scales of keys [first, last) and of values, if there are any."""
     if read_word(header, at.SCALES) == 0:
         return
@@ -175,15 +145,28 @@ def redirect(table, first, last, target, stride):
 
 
 @jit.device_function
-def unpack_keys(reader, table, first, last, sizes, latent, target):
-    """Decode the keys of a chunk to float32 at `target`, unless they are read in place.
+def copies(pack):
+    """Return whether a reader copies rows; `pack` is None where it never does."""
+    if pack is None:
+        return False
+    return pack
+
+
+@jit.device_function
+def unpack_keys(source, kind, pack, header, head, base, table, first, last, target):
+    """Decode the keys of the chunk at key `base` to float32, unless they are read in place."""
+    if pack is not None and pack:
+        _unpack_keys(source, kind, header, head, base, table, first, last, target)
+
+
+@jit.device_function
+def _unpack_keys(source, kind, header, head, base, table, first, last, target):
+    """Decode keys to rows at `target`; rotate them, or add their bias, if the plan says so.
 
     A latent key is a row (ckv, kpe), of which the first part is the value.
     """
-    source, _, kind, pack = reader
-    if not pack:
-        return
-    D_qk, D_vo = sizes
+    D_qk, D_vo = read_word(header, at.DIM_QK), read_word(header, at.DIM_VO)
+    latent, rope = read_word(header, at.LATENT), read_word(header, at.ROPE)
     padded = (D_qk + 15) // 16 * 16
     stride = 4 * padded
     n = D_vo if latent else D_qk
@@ -193,17 +176,20 @@ def unpack_keys(reader, table, first, last, sizes, latent, target):
         copy_rows(source, kind, values, first, last, more, target + 4 * n, rest, stride)
         redirect(values, first, last, target, stride)
     redirect(table, first, last, target, stride)
+    if rope != 0:
+        for j in range(first, last):
+            rotate_halves(target + j * stride, rope + 4 * D_qk * (base + j), D_qk // 2)
+    if read_word(header, at.KEY_ROPE) != 0:
+        _finish_keys(header, head, base, first, last, target, stride)
 
 
 @jit.device_function
-def unpack_values(reader, table, first, last, n, target):
+def unpack_values(source, kind, pack, table, first, last, n, target):
     """Decode the values of a chunk to float32 at `target`, unless they are read in place."""
-    source, _, kind, pack = reader
-    if not pack:
-        return
-    padded = (n + 15) // 16 * 16
-    copy_rows(source, kind, table, first, last, n, target, padded, 4 * padded)
-    redirect(table, first, last, target, 4 * padded)
+    if pack is not None and pack:
+        padded = (n + 15) // 16 * 16
+        copy_rows(source, kind, table, first, last, n, target, padded, 4 * padded)
+        redirect(table, first, last, target, 4 * padded)
 
 
 @jit.device_function

@@ -57,10 +57,21 @@ def attend(
 def _launch(
     plan: AttentionPlan, readers: list[Any], q: np.ndarray, cache: Any, out: np.ndarray, lse: Any
 ) -> None:
+    extras = plan.logits_soft_cap if has_extras(plan) else None
     parallel_for(
-        flash_attention, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap, *readers,
-        address_of(q), q.strides[0], *cache, address_of(out), 0 if lse is None else address_of(lse),
+        flash_attention, plan.n_shares, plan.work, plan.header, extras, *readers, address_of(q),
+        q.strides[0], *cache, address_of(out), 0 if lse is None else address_of(lse),
     )  # fmt: skip
+
+
+def has_extras(plan: AttentionPlan) -> bool:
+    """Return whether a plan has what only the general kernel does.
+
+    Custom masks, biases, a soft cap, sinks, factors of results, functions of a variant.
+    """
+    tables = at.MASK, at.SLOPES, at.BIAS, at.SINKS, at.OUT_FACTORS
+    has_tables = any(plan.table(field) is not None for field in tables)
+    return has_tables or plan.hooks is not None or plan.logits_soft_cap != 0.0
 
 
 def _float_kind(cache: np.ndarray) -> int:
@@ -75,7 +86,7 @@ def _readers(
     packed = bool(D_qk % 16 or D_vo % 16) or plan.table(at.ROPE) is not None
     # the block decoder also converts floats, which saves a kernel for mixed formats
     copied = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
-    readers = []
+    readers = list[tuple[Any, ...]]()
     changed = plan.table(at.KEY_ROPE) is not None, False  # keys need float32 copies
     starts = zip(kinds, (k, v), (steps[:4], steps[4:]), changed, strict=True)
     for kind, start, each, is_changed in starts:
@@ -84,7 +95,8 @@ def _readers(
             continue
         crosses_lines = any(at_byte % 64 for at_byte in (start, *each))
         pack = kind == F32 and plan.header[at.MAX_VECTORS] >= PACK_FROM and crosses_lines
-        readers.append((_TILES[kind], _TILES[kind], kind, bool(pack)))
+        # only float32 rows are copied as they are: without the code to copy, less is compiled
+        readers.append((_TILES[kind], _TILES[kind], kind, bool(pack) if kind == F32 else None))
     return readers
 
 

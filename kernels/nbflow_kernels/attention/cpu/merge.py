@@ -120,5 +120,6 @@ def _merge_splits(plan, out, lse, start, stop):
                     acc, row_max, row_sum, new, read_f32(new + 4 * n), read_f32(new + 4 * n + 4), n
                 )
             write_result(
-                header, acc, row_max, row_sum, row + m // group, head * group + m % group, out, lse
-            )
+                header, True, acc, row_max, row_sum, row + m // group, head * group + m % group,
+                out, lse,
+            )  # fmt: skip

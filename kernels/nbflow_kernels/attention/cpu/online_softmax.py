@@ -153,20 +153,23 @@ def mask_bit(mask, bits, index):
 
 
 @jit.device_function
-def apply_mask(s, first, last, mask, bits, index):
-    """Mask scores in the blocks of 16 that [first, last) touches.
-
-    Masked are keys outside the range and those that the custom mask excludes; `index` is the index
-    of the chunk's first key in that mask.
-    """
+def mask_ends(s, first, last):
+    """Mask the scores outside [first, last) in the blocks of 16 that the range touches."""
     for j in range(first // 16 * 16, first):
         write_f32(s + 4 * j, MASKED)
     for j in range(last, (last + 15) // 16 * 16):
         write_f32(s + 4 * j, MASKED)
-    if mask != 0:
-        for j in range(first, last):
-            if not mask_bit(mask, bits, index + j):
-                write_f32(s + 4 * j, MASKED)
+
+
+@jit.device_function
+def apply_mask(s, first, last, mask, bits, index):
+    """Mask the scores in [first, last) that a custom mask excludes.
+
+    `index` is the index of the chunk's first key in that mask.
+    """
+    for j in range(first, last):
+        if not mask_bit(mask, bits, index + j):
+            write_f32(s + 4 * j, MASKED)
 
 
 @jit.device_function

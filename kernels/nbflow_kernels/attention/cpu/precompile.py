@@ -21,7 +21,9 @@ from nbflow_kernels.kv_cache.cpu import append_paged_kv_cache
 _PAGE = 16
 
 
-def attention_tasks(kinds: tuple[int, int], dims: tuple[int, int]) -> list[Task]:
+def attention_tasks(
+    kinds: tuple[int, int], dims: tuple[int, int], has_extras: bool = False
+) -> list[Task]:
     """Return the compilations that the cache lacks: attention, its schedule, the cache's rows.
 
     Parameters
@@ -30,9 +32,11 @@ def attention_tasks(kinds: tuple[int, int], dims: tuple[int, int]) -> list[Task]
         Cache formats of keys and values (`nbflow_kernels.kv_cache.cpu_codec.KINDS`).
     dims : tuple of int
         Head sizes of keys and values.
+    has_extras : bool
+        Whether the plans of the model have extras (`nbflow_kernels.attention.cpu.launch`).
     """
     tables: Any = (types.int64[::1], *4 * (types.int32[::1],), types.int64)
-    attention, append = _attention(kinds, dims), _append(kinds, dims)
+    attention, append = _attention(kinds, dims, has_extras), _append(kinds, dims)
     made = (
         missing_kernel(attention.kernel, signature_of(attention)),
         missing_kernel(schedule, tables),
@@ -41,9 +45,9 @@ def attention_tasks(kinds: tuple[int, int], dims: tuple[int, int]) -> list[Task]
     return [task for task in made if task is not None]
 
 
-def _attention(kinds: tuple[int, int], dims: tuple[int, int]) -> GraphNode:
+def _attention(kinds: tuple[int, int], dims: tuple[int, int], has_extras: bool) -> GraphNode:
     """Return the launch of a model's attention kernel, which is not made."""
-    plan = AttentionPlan((1, 1, *dims), _PAGE)
+    plan = AttentionPlan((1, 1, *dims), _PAGE, logits_soft_cap=float(has_extras))
     plan.n_shares = 1
     q, out = (np.zeros((1, 1, d), np.float32) for d in dims)
     keys, values = _caches(dims)

@@ -122,6 +122,7 @@ def schedule(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
     n_requests = len(kv_lens)
     # With fewer heads than threads, long sequences are split, which shared items cannot be.
     max_own = split if may_split and n_threads > G else np.int64(1) << 62
+    nothing, whole = np.int64(0), np.int64(-1)  # literals would compile `write_row` twice more
     prefix_keys = allocate(8 * n_requests + 8)
     for b in range(n_requests):
         shared = np.int64(0)
@@ -162,7 +163,7 @@ def schedule(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
                         position = kv_len - (read_i32(rows_at + 4 * b + 4) - row)
                         write_row(
                             items + at.ITEM_BYTES * n_items,
-                            (b, row, rows, head, position, 0, end, -1, cost, shared),
+                            (b, row, rows, head, position, nothing, end, whole, cost, shared),
                         )
                     n_items += 1
                     continue
@@ -200,7 +201,18 @@ def schedule(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
                             cost = (stop - first) * each + ITEM_COST
                             write_row(
                                 items + at.ITEM_BYTES * n_items,
-                                (b, row, rows, head, position, first, stop, partial, cost, 0),
+                                (
+                                    b,
+                                    row,
+                                    rows,
+                                    head,
+                                    position,
+                                    first,
+                                    stop,
+                                    partial,
+                                    cost,
+                                    nothing,
+                                ),
                             )
                         n_items += 1
                         first = stop

@@ -33,15 +33,10 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd, simd_memory
 from nbflow_kernels.cpu.parallel_for import parallel_for
-from nbflow_kernels.formats.bit_fields import (
-    Unpacking,
-    spread_8,
-    unpack_field,
-    unpack_rows,
-    unpacking,
-)
+from nbflow_kernels.formats.bit_fields import unpack_field
 from nbflow_kernels.formats.block_format import DECODE_COST, BlockFormat
 from nbflow_kernels.formats.registry import Bytes, Halves
+from nbflow_kernels.formats.unpack_rows import Unpacking, spread_8, unpack_rows, unpacking
 
 Grid = NDArray[np.uint16]
 """Points of a grid, ascending: 8 coordinates of 2 bits or 4 of 3 bits, the first lowest."""
@@ -206,10 +201,8 @@ class GridFormat(BlockFormat):
         codes = np.empty((len(rows), n_blocks * n_columns), np.uint8)
         points = np.empty((len(rows), n_blocks * self.fields["point"].n), np.uint16)
         signs = np.empty((len(rows), n_blocks * self.fields["sign"].n), np.uint8)
-        parallel_for(
-            unpack_rows, len(rows), DECODE_COST * codes.size,
-            rows, self.block_bytes, *self.unpacking, points.view(np.uint8), scales, signs,
-        )  # fmt: skip
+        outs, work = (points, scales, signs), DECODE_COST * codes.size
+        unpack_rows(rows, self.block_bytes, self.unpacking, outs, work)
         parallel_for(
             _decode_grid, len(rows), 2.0 * codes.size,
             points, signs, self.grid, self.dimensions, self.fields["sign"].bits, codes,
