@@ -1,7 +1,7 @@
 """Family files (`families/*.toml`): an architecture as a choice of known parts.
 
 `FAMILY_KEYS` lists the tables of a file, `ConfigRule` and `OnlyRule` the keys of a rule;
-docs/bring_your_own_architecture.md explains both with an example.
+docs/bring_your_own_architecture.md explains both with an example, docs/family_files.md lists all.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def stored_names(
 
     chosen = {}
     named = {**family.tensors, **tensors}
-    for ours, allowed in (_with_stacked_experts(named) | tensors).items():
+    for ours, allowed in {**_with_stacked_experts(named), **tensors}.items():
         if ours in tensors or not family.prefix:
             candidates = list(allowed)
         else:

@@ -67,8 +67,7 @@ def _unknown_key(where: str, key: str, names: list[str]) -> UsageError:
     close = difflib.get_close_matches(key, names, n=3)
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
     return UsageError(
-        f"{where}: unknown key {shown(key)}{hint} All {len(names)} are in "
-        "docs/bring_your_own_architecture.md"
+        f"{where}: unknown key {shown(key)}{hint} All {len(names)} are in docs/family_files.md"
     )
 
 

@@ -93,9 +93,9 @@ def _gated_delta_rule(
     n_strips = -(-min(columns, Dv) // (16 * GROUPS)) * GROUPS
     size, head_strips = Dk * row_bytes(kind, Dv), n_strips * 16 * n_bytes
     records_size, scratch_size = BLOCK * record_bytes(per_channel, Dk), max(8 * n_bytes, 2048)
-    records = allocate(records_size + 1024 + 128 + scratch_size + heads * head_strips)
+    records = allocate(records_size + 2048 + 128 + scratch_size + heads * head_strips)
     u = records + records_size
-    units = u + 1024
+    units = u + 2048
     scratch = units + 128
     strips = scratch + scratch_size
     simd.store_f32(units, simd.splat(0.0))

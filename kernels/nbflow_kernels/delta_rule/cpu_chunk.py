@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels.cpu import jit, register_tiles, register_tiles_lower, simd
+from nbflow_kernels.cpu import jit, register_tiles, register_tiles_lower, simd, simd_compare
 from nbflow_kernels.cpu.simd_math import keep_nan
 from nbflow_kernels.cpu.simd_memory import (
+    load_first,
     prefetch,
     prefetch_write,
     read_f32,
@@ -27,22 +28,11 @@ CHUNK = 8
 """Tokens of the chunked form: with 16, its triangular part costs more than the scaling it saves."""
 BLOCK = 4
 """Chunks that two strips take one after the other while they are in the first-level cache."""
-_EPS = 1e-6  # of the length of queries and keys
+EPS = 1e-6
+"""Added to the sum of squares of a query or key."""
 WIDE = register_tiles.has_wide_registers()
 _ROWS = 16 if WIDE else 4  # rows of the state in a register tile
-
-
-@jit.device_function
-def copy_row(at, Dk, factor, normalize, to):
-    """Copy a query or key, times `factor`, divided by its length if wanted; pad it with zeros."""
-    if normalize:
-        squares = simd.splat(0.0)
-        for i in range(0, Dk, 16):
-            x = load_up_to(at + 4 * i, Dk - i)
-            squares = simd.fma(x, x, squares)
-        factor = factor / np.sqrt(simd.sum(squares) + np.float32(_EPS))
-    for i in range(0, Dk, 16):
-        simd.store_f32(to + 4 * i, simd.mul(load_up_to(at + 4 * i, Dk - i), simd.splat(factor)))
+_TOKENS = _ROWS // 2  # tokens in a tile, times two strips
 
 
 @jit.device_function
@@ -90,16 +80,57 @@ def _dot_products(rows, keys, n_bytes, dots):
         store_quarters(dots + 4 * CHUNK * half, 64, register_tiles.lane_sums(tile))
 
 
+@jit.device_function(inline="llvm")
+def _copy_and_square(at, Dk, to):
+    """Copy a row, and zeros after it; return the lanes' sums of squares."""
+    whole, squares = Dk - Dk % 16, simd.splat(0.0)
+    for i in range(0, whole, 16):
+        x = simd.load_f32(at + 4 * i)
+        squares = simd.fma(x, x, squares)
+        simd.store_f32(to + 4 * i, x)
+    if whole < Dk:
+        x = load_first(at + 4 * whole, Dk - whole, 0.0)
+        squares = simd.fma(x, x, squares)
+        simd.store_f32(to + 4 * whole, x)
+    return squares
+
+
 @jit.device_function
-def _prepare_tokens(q, q_bytes, k, k_bytes, per_channel, Dk, scale, normalize, record):
+def _copy_rows(q, q_bytes, k, k_bytes, Dk, scale, normalize, rows, scratch):
+    """Copy keys, then queries times `scale`, divided by their lengths if wanted.
+
+    The numbers are those of `cpu_steps.copy_row`.  Rows of tokens often share their places in the
+    first cache, so each is read once.
+    """
+    n_bytes = -(-Dk // 16) * 64
+    for t in range(CHUNK):
+        squares = _copy_and_square(k + t * k_bytes, Dk, rows + t * n_bytes)
+        simd.store_f32(scratch + 64 * t, squares)
+        squares = _copy_and_square(q + t * q_bytes, Dk, rows + (CHUNK + t) * n_bytes)
+        simd.store_f32(scratch + 64 * (CHUNK + t), squares)
+    squares = register_tiles.lane_sums(register_tiles.load(1, 16, scratch))
+    simd.store_f32(scratch, simd.splat(1.0))
+    simd.store_f32(scratch + 4 * CHUNK, simd.splat(scale))
+    factors = simd.load_f32(scratch)
+    if normalize:
+        factors = simd.div(factors, simd_compare.sqrt(simd.add(squares, simd.splat(EPS))))
+    simd.store_f32(scratch, factors)
+    for t in range(2 * CHUNK):
+        factor = simd.splat(read_f32(scratch + 4 * t))
+        for at in range(rows + t * n_bytes, rows + (t + 1) * n_bytes, 64):
+            simd.store_f32(at, simd.mul(simd.load_f32(at), factor))
+
+
+@jit.device_function
+def _prepare_tokens(
+    q, q_bytes, k, k_bytes, per_channel, Dk, scale, normalize, record, scratch
+):  # fmt: skip
     """Write what the heads of one key share: rows, and their dot products if decays leave them.
 
     Row t of the dot products: k_t . k_s, then q_t . k_s, for s up to t.
     """
-    n_bytes, queries = -(-Dk // 16) * 64, record + CHUNK * (-(-Dk // 16) * 64)
-    for t in range(CHUNK):
-        copy_row(k + t * k_bytes, Dk, np.float32(1.0), normalize, record + t * n_bytes)
-        copy_row(q + t * q_bytes, Dk, scale, normalize, queries + t * n_bytes)
+    n_bytes = -(-Dk // 16) * 64
+    _copy_rows(q, q_bytes, k, k_bytes, Dk, scale, normalize, record, scratch)
     if not per_channel:
         dots = _record(record, per_channel, Dk)[4]
         for t in range(0, CHUNK, 4):
@@ -219,28 +250,33 @@ def _prepare_head(g, g_bytes, per_channel, beta, beta_bytes, Dk, record, units, 
         write_f32(decay, c)
 
 
+@jit.device_function(inline="llvm")
+def _multiply(strips, strip_bytes, Dk, vectors, to):
+    """Write the products of the columns of two strips with 8 vectors."""
+    n_bytes, like = -(-Dk // 16) * 64, np.float32(0.0)
+    for t in range(0, CHUNK, _TOKENS):
+        tile, at = register_tiles.zero(2, _TOKENS), vectors + t * n_bytes
+        for i in range(Dk):
+            x = at + 4 * i
+            tile = register_tiles.step(tile, like, strips + 64 * i, strip_bytes, x, n_bytes)
+        register_tiles.store(to + 128 * t, tile)
+
+
 @jit.device_function
 def _chunk(strips, strip_bytes, per_channel, Dk, record, v, v_bytes, out, out_bytes, u):
     """Compute CHUNK tokens for two strips of the state, whose rows are contiguous.
 
-    `u` has room for a vector of both strips per token.
+    `u` has room for two vectors of both strips per token.
     """
     n_bytes, like = -(-Dk // 16) * 64, np.float32(0.0)
     vectors, decay, products, factors, _ = _record(record, per_channel, Dk)
-    decay_step = 4 * per_channel
-    tile = register_tiles.zero(2, 8)
-    for i in range(Dk):
-        x = vectors + 4 * i
-        tile = register_tiles.step(tile, like, strips + 64 * i, strip_bytes, x, n_bytes)
-    tile = register_tiles.scale(tile, factors, 4)
+    decay_step, sums = 4 * per_channel, u + 128 * CHUNK
+    _multiply(strips, strip_bytes, Dk, vectors, u)
+    tile = register_tiles.scale(register_tiles.load(2, 8, u), factors, 4)
     tile = register_tiles.add(tile, register_tiles.load_strided(2, 8, v, v_bytes))
     register_tiles.store(u, register_tiles_lower.substitute(tile, products, 64))
-    vectors += CHUNK * n_bytes
-    tile = register_tiles.zero(2, 8)
-    for i in range(Dk):
-        x = vectors + 4 * i
-        tile = register_tiles.step(tile, like, strips + 64 * i, strip_bytes, x, n_bytes)
-    tile = register_tiles.scale(tile, factors + 4 * CHUNK, 4)
+    _multiply(strips, strip_bytes, Dk, vectors + CHUNK * n_bytes, sums)
+    tile = register_tiles.scale(register_tiles.load(2, 8, sums), factors + 4 * CHUNK, 4)
     tile = register_tiles_lower.add_lower(tile, products + 4 * CHUNK, 64, u)
     register_tiles.store_strided(out, out_bytes, tile)
     tile = register_tiles.scale(register_tiles.load(2, 8, u), factors + 4 * (3 * CHUNK), 4)
@@ -257,11 +293,15 @@ def _chunk(strips, strip_bytes, per_channel, Dk, record, v, v_bytes, out, out_by
 
 
 @jit.device_function
-def _prefetch_columns(at, token_bytes, n_columns):
+def _prefetch_columns(at, token_bytes, n_columns, is_written):
     """Prefetch up to 32 columns of a chunk; other heads' separate those of two tokens."""
     for t in range(CHUNK):
-        for i in range(0, 4 * min(n_columns, 32), 64):
-            prefetch(at + t * token_bytes + i)
+        row = at + t * token_bytes
+        for line in range(row - row % 64, row + 4 * min(n_columns, 32), 64):
+            if is_written:
+                prefetch_write(line)
+            else:
+                prefetch(line)
 
 
 @jit.device_function
@@ -315,7 +355,7 @@ def chunks(
         t = i * CHUNK
         _prepare_tokens(
             q + t * q_bytes, q_bytes, k + t * k_bytes, k_bytes, per_channel, Dk, scale, normalize,
-            records + i * size,
+            records + i * size, scratch,
         )  # fmt: skip
     for h in range(heads):
         for i in range(n):
@@ -331,15 +371,13 @@ def chunks(
             for i in range(n):
                 t, at = i * CHUNK, 4 * (h * Dv + j)
                 out_at = out + at + t * out_bytes
-                for token in range(out_at, out_at + CHUNK * out_bytes, out_bytes):
-                    for line in range(token, token + 4 * n_columns, 64):
-                        prefetch_write(line)
-                _prefetch_columns(v_ahead + at + t * v_bytes, v_bytes, n_columns)
+                _prefetch_columns(out_at, out_bytes, n_columns, True)
+                _prefetch_columns(v_ahead + at + t * v_bytes, v_bytes, n_columns, False)
                 if per_channel:
-                    _prefetch_columns(g_ahead + t * g_bytes + 4 * j, g_bytes, Dk - j)
+                    _prefetch_columns(g_ahead + t * g_bytes + 4 * j, g_bytes, Dk - j, False)
                 if h == 0:
-                    _prefetch_columns(k_ahead + t * k_bytes + 4 * j, k_bytes, Dk - j)
-                    _prefetch_columns(q_ahead + t * q_bytes + 4 * j, q_bytes, Dk - j)
+                    _prefetch_columns(k_ahead + t * k_bytes + 4 * j, k_bytes, Dk - j, False)
+                    _prefetch_columns(q_ahead + t * q_bytes + 4 * j, q_bytes, Dk - j, False)
                 if heads_ahead != 0:
                     state_ahead, n_parts = state + heads_ahead * head_bytes, -(-width // 32) * n
                     _prefetch_part(state_ahead, head_bytes, j // 32 * n + i, n_parts)

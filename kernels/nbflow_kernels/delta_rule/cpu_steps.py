@@ -10,12 +10,25 @@ import numpy as np
 from nbflow_kernels.cpu import jit, register_tiles, simd
 from nbflow_kernels.cpu.simd_memory import read_f32, write_f32
 from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
-from nbflow_kernels.delta_rule.cpu_chunk import WIDE, copy_row, write_decay
+from nbflow_kernels.delta_rule.cpu_chunk import EPS, WIDE, write_decay
 from nbflow_kernels.state_format import F32, Q8_0
 from nbflow_kernels.state_format.cpu import block_offset, load, row_bytes, store, store_blocks
 
 GROUPS = 4 if WIDE else 2
 """Strips of a register tile."""
+
+
+@jit.device_function
+def copy_row(at, Dk, factor, normalize, to):
+    """Copy a query or key, times `factor`, divided by its length if wanted; pad it with zeros."""
+    if normalize:
+        squares = simd.splat(0.0)
+        for i in range(0, Dk, 16):
+            x = load_up_to(at + 4 * i, Dk - i)
+            squares = simd.fma(x, x, squares)
+        factor = factor / np.sqrt(simd.sum(squares) + np.float32(EPS))
+    for i in range(0, Dk, 16):
+        simd.store_f32(to + 4 * i, simd.mul(load_up_to(at + 4 * i, Dk - i), simd.splat(factor)))
 
 
 @jit.device_function(inline="llvm")

@@ -75,7 +75,8 @@ class Environment(ImmutableSandboxedEnvironment):
         self.filters = {name: self._counted(name, f) for name, f in {**allowed, **own}.items()}
         self.filters |= {"_iterate": self._iterate, "_count": self._count}
         self.filters["_compare"] = self._count_nested
-        self.tests |= {name: self._counted_test(self.tests[name]) for name in _COMPARE}
+        tests: dict[str, Any] = self.tests
+        tests |= {name: self._counted_test(tests[name]) for name in _COMPARE}
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
