@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 
 import pytest
 from small_models import make_spec
@@ -19,6 +20,7 @@ from nbflow.planner import (
     Workload,
     load_machine,
     machine_toml,
+    measure_machine,
     predict,
 )
 from nbflow.planner.stage_cost import OpWork, seconds_of
@@ -178,6 +180,21 @@ def test_threads_run_host_code_in_turn_and_slower_after_large_steps():
     half = CacheCurve((1.0,), (0.5,))
     assert decode_s(cold_step_s=3e-4, **host) == pytest.approx(3e-4 + 6e-5, rel=1e-9)
     assert decode_s(cold_step_s=3e-4, cached=half, **host) == pytest.approx(2.6e-4, rel=1e-9)
+
+
+def test_a_disturbed_round_does_not_count():
+    """Medians of three rounds, number by number, in tables of tables."""
+    curve, slow = CacheCurve((1e6, 2e6), (1.0, 0.5)), CacheCurve((1e6, 2e6), (0.2, 0.1))
+    fast, usual, late = (
+        (device(cached=c, step_s=s, formats={"q4_0": {"int8": rates(s)}}), Link(s, 1e9), "host")
+        for c, s in ((curve, 1e-4), (slow, 3e-4), (curve, 2e-4))
+    )
+    found, link, name = measure_machine._merged([fast, usual, late], statistics.median)
+    assert (found, link, name) == (
+        device(cached=curve, step_s=2e-4, formats={"q4_0": {"int8": rates(2e-4)}}),
+        Link(2e-4, 1e9),
+        "host",
+    )
 
 
 def test_products_write_their_results():

@@ -74,6 +74,7 @@ from nbflow.quantization.policy import WeightFormats, is_quantized
 from nbflow.spec import resolve
 from nbflow_kernels import FORMATS
 from nbflow_kernels.cpu.parallel_for import set_num_threads
+from nbflow_kernels.errors import UsageError
 
 PARTS = ("kld", "speed", "choices", "table")
 WEIGHTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
@@ -279,30 +280,32 @@ class Run:
         rows = [r for r in rows_of(self._folder) if r["what"] == "choices"]
         done = {(r["limit"], r["batch"], r["partition"]) for r in rows}
         for limit, batch in itertools.product(LIMITS, CHOICE_BATCHES):
-            plans = [self._plan(machine, limit, batch, (p,)) for p in PARTITIONS]
-            best = min(plan.prediction.decode_s for plan in plans)
+            plans = list(self._plans(machine, limit, batch))
+            best = min(plans, key=lambda plan: plan.prediction.decode_s)
             for plan in plans:
                 partition = plan.prediction.partition
                 if time.monotonic() >= self._end or (limit, batch, partition) in done:
                     continue
-                chosen = plan.prediction.decode_s == best
                 weights = WeightFormats(tuple(plan.formats.items()), {})
                 kv = f"{plan.keys}/{plan.values}"
                 kld = probe.measure(weights=weights, kv=kv, quantizer=QUANTIZER).kld
                 self._measure_speed(
                     machine, "choices", plan.formats, kv, partition, [(batch, CHOICE_PROMPT)],
-                    limit=limit, chosen=chosen, kld=kld,
+                    limit=limit, chosen=plan is best, kld=kld,
                 )  # fmt: skip
 
-    def _plan(
-        self, machine: Machine, limit: float, batch: int, partitions: Sequence[str]
-    ) -> JointPlan:
-        """Return the fastest plan for a limit of the divergence."""
+    def _plans(self, machine: Machine, limit: float, batch: int) -> Iterator[JointPlan]:
+        """Yield the fastest plan with each possible partition for a limit of the divergence."""
         workload = Workload(batch, CHOICE_PROMPT, GENERATE)
-        return plan_jointly(
-            planned_model(self._model), machine, workload, self.known, limit,
-            config=RunConfig(activations=ACTIVATIONS), objective="latency", partitions=partitions,
-        )  # fmt: skip
+        for partition in PARTITIONS:
+            try:
+                yield plan_jointly(
+                    planned_model(self._model), machine, workload, self.known, limit,
+                    config=RunConfig(activations=ACTIVATIONS), objective="latency",
+                    partitions=(partition,),
+                )  # fmt: skip
+            except UsageError as error:
+                print(f"{partition}: {error}")
 
     def _bits(self, formats: dict[str, str]) -> float:
         sizes = {m: n * k for m, (n, k) in self.known.shapes.items()}

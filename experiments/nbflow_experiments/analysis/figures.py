@@ -151,7 +151,7 @@ def draw_kv(tables: Tables) -> Drawing:
         log_values(panels[1].yaxis)
         panels[1].set_title(f"{format}, by layer")
         panels[1].set_xlabel("layer")
-        panels[1].set_ylabel("relative error of the attention")
+        panels[1].set_ylabel("relative error of attention")
         legend_above(figure, panels[0])
         _whole_ticks(panels[1], layers.layer)
     caption = (
@@ -166,7 +166,7 @@ def draw_tokens(tables: Tables) -> Drawing:
     table = _needed(tables, "tokens")
     if not (table.kld_mean_nats > 0).any():
         raise NotDrawn("no change loses anything")
-    axes = {"position": "tokens before, in the window", "count": "occurrences of the token"}
+    axes = {"position": "tokens before it in the window", "count": "occurrences of the token"}
     with new_figure(2, 3.4) as (figure, panels):
         for panel, (by, name) in zip(panels, axes.items(), strict=True):
             for i, (label, rows) in enumerate(table[table.by == by].groupby("change", sort=False)):
@@ -177,7 +177,7 @@ def draw_tokens(tables: Tables) -> Drawing:
                 )  # fmt: skip
             panel.set_xscale("log", base=2)
             log_values(panel.yaxis)
-            panel.set_xlabel(f"{name}, from")
+            panel.set_xlabel(f"{name}, at least")
             panel.set_ylabel("KLD in nat")
         legend_above(figure, panels[0])
     caption = (

@@ -108,7 +108,7 @@ def _print_list() -> None:
     for name in known_tables():
         table = load_table(name)
         rows.append((name, table.title, table.model, str(len(table.rows)), table.text))
-    print_table(("table", "title", "model", "rows", "text"), rows, 3)
+    print_table(("table", "title", "model", "rows", "text"), rows, 5)
 
 
 def _print(table: PublishedTable, outcomes: Sequence[Outcome], n_scored: int) -> None:
