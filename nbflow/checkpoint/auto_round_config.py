@@ -38,7 +38,7 @@ _PACKED = {
     "auto_round:auto_awq": ("awq", "gemm"),
 }
 """packing_format of integers -> method, and its version."""
-_COMPRESSED = {
+_COMPRESSED: dict[tuple[Any, Any], dict[str, Any]] = {
     ("mx_fp", 4): {"format": "mxfp4-pack-quantized", "type": "float", "group_size": 32},
     ("nv_fp", 4): {"format": "nvfp4-pack-quantized", "type": "float", "group_size": 16},
     ("mx_fp", 8): {"format": "mxfp8-quantized", "type": "float", "strategy": "group"},
@@ -98,7 +98,8 @@ def _one(table: Mapping[str, Any], at: str) -> dict[str, Any]:
         check_keys(table, at, {"data_type": known, "bits": (4, 8)}, required=True)
         if (kind, bits) not in _COMPRESSED:
             raise UsageError(f"{at}: {kind} of {bits} bits is not supported")
-        weights = {"num_bits": bits, "group_size": 32, "symmetric": sym, **_COMPRESSED[kind, bits]}
+        weights: dict[str, Any] = {"num_bits": bits, "group_size": 32, "symmetric": sym}
+        weights |= _COMPRESSED[kind, bits]
         format = weights.pop("format")
         groups = {"all": {"weights": weights}}
         return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
