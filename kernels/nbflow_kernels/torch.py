@@ -52,9 +52,14 @@ def _quant_tensor(weight_bytes: Tensor, format: str, in_features: int) -> nk.Qua
     return made
 
 
+def _rows(x: Tensor) -> Tensor:
+    """Return a tensor (..., K) as a matrix, a vector as one row."""
+    return x.flatten(0, -2) if x.ndim > 1 else x[None]
+
+
 def _sum_of_rows(grad: Tensor, like: Tensor | None) -> Tensor | None:
     """Return the gradient of a vector that is added to every row."""
-    return None if like is None else grad.flatten(0, -2).float().sum(0).to(like.dtype)
+    return None if like is None else _rows(grad).float().sum(0).to(like.dtype)
 
 
 @torch.library.custom_op("nbflow::qmatmul", mutates_args=())
@@ -103,7 +108,7 @@ def _(x, weight_bytes, format, in_features, bias=None, activations="f32"):
 def _qmatmul_backward(grad: Tensor, weight_bytes: Tensor, format: str, in_features: int) -> Tensor:
     """Multiply by the matrix itself, dequantized `_ROWS` rows at a time."""
     w = _quant_tensor(weight_bytes, format, in_features)
-    rows = grad.flatten(0, -2).float()
+    rows = _rows(grad).float()
     total = rows.new_zeros((rows.shape[0], in_features))
     for start in range(0, w.shape[0], _ROWS):
         stop = min(start + _ROWS, w.shape[0])
@@ -173,7 +178,7 @@ def _matmul_gradients(ctx, grad):
     to_x = (grad.float() @ w.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
     to_w = None
     if ctx.needs_input_grad[1]:
-        to_w = (grad.flatten(0, -2).float().T @ x.flatten(0, -2).float()).to(w.dtype)
+        to_w = (_rows(grad).float().T @ _rows(x).float()).to(w.dtype)
     return to_x, to_w, _sum_of_rows(grad, ctx.bias)
 
 

@@ -237,14 +237,14 @@ def _quark_weights(
 def compressed(weights: Mapping[str, Any], format: str, at: str) -> GroupedStorage:
     """Read integer weights of a group of compressed-tensors."""
     packed = format == "pack-quantized"
-    known = {"type": ("int",), "num_bits": (2, 3, 4, 8) if packed else (8,)}
+    known = {"type": ("int",), "num_bits": range(2, 9)}
     check_keys(weights, at, {**known, "strategy": ("tensor", "channel", "group")}, required=True)
     orders = (False, True, "weight", "static", "group", "dynamic")
     check_keys(weights, at, {"symmetric": (True, False), "dynamic": (False,), "actorder": orders})
     size = weights.get("group_size") if weights["strategy"] == "group" else -1
     return GroupedStorage(
         "packed" if packed else "int8",
-        weights["num_bits"],
+        weights["num_bits"] if packed else 8,
         group_size(size, f"{at}.group_size"),
         symmetric=weights.get("symmetric") is not False,
     )

@@ -27,6 +27,7 @@ hqq                 X.W_q, X.scale, X.zero            (code - zero) * scale, zer
 torchao             X._weight_qdata, X._weight_scale  as for the method of the same kind
 quark               X.weight, X.weight_scale,         the same
                     X.weight_zero_point
+auto-round          those of another method           (`auto_round_config`)
 ==================  ================================  =============================================
 
 `grouped_tensors`, `codebook_tensors`, `fp4_tensors`, `hqq_tensors` and `torchao_tensors` have the
@@ -48,6 +49,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nbflow.checkpoint import auto_round_config
 from nbflow.checkpoint.codebook_tensors import KINDS as CODEBOOK_KINDS
 from nbflow.checkpoint.codebook_tensors import planned_format as planned_codebook_format
 from nbflow.checkpoint.codebook_tensors import with_codebooks
@@ -100,6 +102,7 @@ METHODS = (
     "hqq",
     "torchao",
     "quark",
+    *auto_round_config.METHODS,
 )
 BLOCK_FORMATS = {
     "mxfp4": "mxfp4",
@@ -113,7 +116,7 @@ FLOAT8 = ("f8_e4m3", "f8_e5m2", "f8_e4m3fnuz", "f8_e5m2fnuz")
 """Element types of FP8 weights."""
 _COMPRESSED = (
     "float-quantized", "naive-quantized", "pack-quantized", "int-quantized",
-    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
 )  # fmt: skip
 _DESCRIBED = {"hqq": hqq, "torchao": torchao}
 _JOIN = {"codebook": with_codebooks, "hqq": with_hqq, "torchao": with_torchao}
@@ -227,6 +230,13 @@ def _of_method(method: str, table: Mapping[str, Any], at: str) -> Quantization:
         return Quantization(method, planned=_DESCRIBED[method](table, at))
     if method == "quark":
         return _grouped(*quark(table, at))
+    if method in auto_round_config.METHODS:
+        of_all, single = auto_round_config.translated(table, at)
+        rules = [
+            (name, None if one is None else _of_method(one["quant_method"], one, at))
+            for name, one in single
+        ]
+        return replace(_of_method(of_all["quant_method"], of_all, at), modules=tuple(rules))
     return Quantization("mxfp4" if method == "mxfp4" else "fp8")
 
 
@@ -318,8 +328,7 @@ def _compressed(table: Mapping[str, Any], at: str) -> Quantization:
     if not isinstance(sparsity, Mapping):
         raise UsageError(f"{at}.sparsity_config must be a table, got {shown(sparsity)}")
     check_keys(sparsity, f"{at}.sparsity_config", {"format": ("dense",)})
-    if table.get("transform_config"):
-        raise UsageError(f"{at}.transform_config: transformed weights are not supported")
+    _check_transforms(table.get("transform_config") or {}, f"{at}.transform_config")
     groups = table.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise UsageError(f"{at}.config_groups must be a table of groups, got {shown(groups)}")
@@ -337,6 +346,20 @@ def _compressed(table: Mapping[str, Any], at: str) -> Quantization:
     targets.sort(key=lambda each: each[0][:2])
     rules = [(pattern, settings) for (_, _, pattern), settings in targets]
     return replace(found[0], modules=(*rules, (EVERY, None)))
+
+
+def _check_transforms(table: Any, at: str) -> None:
+    """Raise for transforms of activations; those of weights (SpinQuant's R1, R2) are done."""
+    groups = table.get("config_groups") or {} if isinstance(table, Mapping) else None
+    if not isinstance(groups, Mapping):
+        raise UsageError(f"{at} must be a table of groups, got {shown(table)}")
+    for name, group in groups.items():
+        places = group.get("apply") if isinstance(group, Mapping) else None
+        for place in places if isinstance(places, list) else [None]:
+            if not isinstance(place, Mapping):
+                raise UsageError(f"{at}.{shown(name)}.apply must be a list of tables")
+            where = {"location": ("weight_input", "weight_output")}
+            check_keys(place, f"{at}.{shown(name)}.apply", where, required=True)
 
 
 def _group(group: Any, format: str, at: str) -> Quantization:
@@ -361,6 +384,8 @@ def _group(group: Any, format: str, at: str) -> Quantization:
     }
     check_keys(weights, at, known, required=True)
     check_keys(weights, at, {"symmetric": (True,), "dynamic": (False,)})
+    if format == "mxfp8-quantized":
+        check_keys(weights, at, {"strategy": ("group",), "group_size": (MXFP4_BLOCK,)}, True)
     if weights["strategy"] == "block":
         shape = _block(weights.get("block_structure") or [], f"{at}.block_structure")
         return Quantization("fp8", shape)

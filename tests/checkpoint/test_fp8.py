@@ -227,3 +227,55 @@ def test_plans_know_that_fp8_becomes_float32(tmp_path):
         assert model.format_of("layers.0.attn.q.weight") == "f32"
     assert model.format_of("embed.weight") == "f16"
     assert planned_model(tmp_path, "q8").format_of("layers.0.attn.q.weight") == "q8_b32t2"
+
+
+MX_GROUP = {"strategy": "group", "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+        compressed(**MX_GROUP) | {"format": "mxfp8-quantized"},
+    ],
+)
+def test_mxfp8_has_powers_of_two_in_bytes(tmp_path, config):
+    exponents = RNG.integers(100, 130, (21, 1), np.uint8)
+    write(tmp_path, config, ("a.weight", "F8_E4M3", CODES), ("a.weight_scale", "U8", exponents))
+    with open_weights(tmp_path) as weights:
+        found = weights.array("a.weight")
+    np.testing.assert_array_equal(found, widen(CODES, "f8_e4m3") * 2.0 ** (exponents - 127.0))
+
+
+def test_factors_of_columns_of_matrices_read_as_floats(tmp_path):
+    factors = RNG.uniform(0.5, 2, 13).astype(np.float32)
+    config = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    write(
+        tmp_path, config, ("a.weight", "F8_E4M3", CODES),
+        ("a.weight_scale", "F32", SCALES[0, :1]), ("a.pre_quant_scale", "F32", factors),
+    )  # fmt: skip
+    with open_weights(tmp_path) as weights:
+        assert weights.names() == ["a.weight"]
+        assert weights.column_groups("a.weight") is None
+        found = weights.array("a.weight", (2, 9), (3, 7))
+    expected = widen(CODES, "f8_e4m3") * SCALES[0, 0] * factors
+    np.testing.assert_array_equal(found, expected[2:9, 3:7])
+
+
+def test_nvfp4_with_groups_of_32(tmp_path):
+    """ModelOpt's W4A8_NVFP4_FP8: the same as scales of 16 weights that are twice there."""
+    codes = RNG.integers(0, 256, (4, 48), np.uint8)
+    scales = RNG.integers(40, 60, (4, 3), np.uint8)
+    config = {"quant_method": "modelopt", "quant_algo": "W4A8_NVFP4_FP8"}
+    found = []
+    for stored in (scales, scales.repeat(2, axis=1)):
+        write(
+            tmp_path, config, ("a.weight", "U8", codes), ("a.weight_scale", "F8_E4M3", stored),
+            ("a.weight_scale_2", "F32", SCALES[0, 0]),
+        )  # fmt: skip
+        with open_weights(tmp_path) as weights:
+            assert weights.dtype("a.weight") == "e2m1_g16_f32"
+            found.append(weights.array("a.weight"))
+            part = weights.array("a.weight", (1, 3), (16, 80))
+            np.testing.assert_array_equal(part, found[0][1:3, 16:80])
+    np.testing.assert_array_equal(*found)

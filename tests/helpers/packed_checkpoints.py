@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,16 @@ from safetensors.numpy import load_file, save_file
 from nbflow_kernels.formats.nf4_fp4 import NF4
 from nbflow_specs import CHECKPOINTS
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "grouped"
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 """Columns of a word of AWQ, from its lowest bits."""
+
+
+def stated(name: str) -> dict[str, Any]:
+    """Return the quantization config of a golden file."""
+    with (GOLDEN / f"{name}.safetensors").open("rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    return json.loads(header["__metadata__"]["config"])
 
 
 def pack_words(numbers: np.ndarray, bits: int) -> np.ndarray:

@@ -121,6 +121,11 @@ def test_gradients_equal_pytorchs(layer: Any) -> None:
         (_gradients(quantized, x, bias), _gradients(lambda x, b: linear(x, dense, b), x, bias)),
         (_gradients(nt.matmul, x, w, bias), _gradients(linear, x, w, bias)),
         (
+            _gradients(quantized, x[0, 0], bias),  # a vector
+            _gradients(lambda x, b: linear(x, dense, b), x[0, 0], bias),
+        ),
+        (_gradients(nt.matmul, x[0, 0], w, bias), _gradients(linear, x[0, 0], w, bias)),
+        (
             _gradients(nt.rmsnorm, x, scale),
             _gradients(lambda x, w: torch.nn.functional.rms_norm(x, (64,), w, 1e-6), x, scale),
         ),
