@@ -45,6 +45,7 @@ def make(format: str, K: int) -> tuple[np.ndarray, nk.QuantTensor]:
         ("bf16", "f32", 136),  # three
         ("q4_k", "bf16", 704),
         ("q3h_b64t1", "bf16", 192),
+        ("q2t_b256", "bf16", 448),
     ],
 )
 def test_wgmma_has_the_bits_of_mma(
