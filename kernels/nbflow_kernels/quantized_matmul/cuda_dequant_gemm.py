@@ -2,7 +2,7 @@
 
 With activations="bf16" both operands are bfloat16, which tensor cores multiply exactly and add in
 float32.  A panel fits the L2 cache, and its memory is reused for the next one.  With `wgmma` many
-tokens need no panels (`cuda_gemm_wgmma`).
+tokens need no panels (`cuda_gemm_wgmma`), except where decoding is slow (`decodes_tiles`).
 
 Weights in a user's format without integer codes are dequantized in the same way, to float32.
 """
@@ -22,6 +22,9 @@ from nbflow_kernels.matmul import cuda_mma
 from nbflow_kernels.quantized_matmul import cuda_gemm_wgmma
 
 PANEL_BYTES = 24 << 20  # half of the L2 cache of large devices
+MAX_TRELLIS_TOKENS = 2 * cuda_gemm_wgmma.MAX_TOKENS
+"""Tokens up to which `wgmma` decodes a trellis in registers, for each tile anew; a panel for 128
+rows takes as long (about 830 cycles a step) as is lost by two tiles (2 * 470)."""
 
 _kernel = partial(cpp_kernel, __file__, "cuda_round_activations.cu")
 _round_rows = _kernel("round_rows", "f32* x, f32* out, i64 x_stride, i32 n_columns, i32 int8")
@@ -36,13 +39,20 @@ def has_mma_layout(w: QuantTensor) -> bool:
     return w.format.has_mma_layout
 
 
+def decodes_tiles(device: Any, w: QuantTensor, n_tokens: int) -> bool:
+    """Return whether `wgmma` multiplies, with weights decoded for each tile of tokens."""
+    if not has_mma_layout(w) or not float_cuda.use_wgmma(device, n_tokens):
+        return False
+    return n_tokens <= MAX_TRELLIS_TOKENS or not w.format.integer_form.trellis
+
+
 def qmatmul(x: Any, w: QuantTensor, bias: Any, accumulate: bool, out: Any) -> None:
     """Multiply with activations and weights rounded to bfloat16."""
     n_rows, n_columns = w.shape[0], w.n_stored_columns
-    has_units = has_mma_layout(w)
-    if has_units and float_cuda.use_wgmma(device_of(x), len(x)):
+    if decodes_tiles(device_of(x), w, len(x)):
         cuda_gemm_wgmma.multiply(x, w.units(), bias, accumulate, out)
         return
+    has_units = has_mma_layout(w)
     for row, stop in panels(n_rows, 2 * n_columns):
         panel = _unit_rows(w, row, stop) if has_units else _bf16_rows(w, row, stop)
         _multiply_bf16_panel(x, panel, has_units, bias, accumulate, out, row)
