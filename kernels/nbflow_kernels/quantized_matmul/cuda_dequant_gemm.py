@@ -22,6 +22,8 @@ from nbflow_kernels.matmul import cuda_mma
 from nbflow_kernels.quantized_matmul import cuda_gemm_wgmma
 
 PANEL_BYTES = 24 << 20  # half of the L2 cache of large devices
+MAX_GRID_ROWS = 65535
+"""Thread blocks along the second axis of a grid."""
 MAX_TRELLIS_TOKENS = 2 * cuda_gemm_wgmma.MAX_TOKENS
 """Tokens up to which `wgmma` decodes a trellis in registers, for each tile anew; a panel for 128
 rows takes as long (about 830 cycles a step) as is lost by two tiles (2 * 470)."""
@@ -92,8 +94,8 @@ def unpack(w: MmaPacked, row: int, out: Any) -> None:
     """
     n_rows, n_columns = len(out), w.n_columns
     kernel = _unpack(w.form)
-    for first in range(0, n_rows, ROWS * 65535):  # limit of the grid
-        part = out[first : first + ROWS * 65535]
+    for first in range(0, n_rows, ROWS * MAX_GRID_ROWS):
+        part = out[first : first + ROWS * MAX_GRID_ROWS]
         grid = (ceil_div(ceil_div(n_columns, 128), 4), ceil_div(len(part), ROWS))
         args = (w.data, part, w.form.tile_bytes(w.n_columns), row + first, len(part), n_columns)
         kernel(grid, 128, args)
@@ -157,10 +159,11 @@ def _to_bits(x, out):
 
 
 def _rounded(x: Any, int8: bool) -> Any:
-    out = empty(x, x.shape)
-    _round_rows(
-        (ceil_div(x.shape[1], 256), len(x)), 256, (x, out, x.strides[0] // 4, x.shape[1], int(int8))
-    )
+    out, stride, n_columns = empty(x, x.shape), x.strides[0] // 4, x.shape[1]
+    for row in range(0, len(x), MAX_GRID_ROWS):
+        part = slice(row, row + MAX_GRID_ROWS)
+        grid = ceil_div(n_columns, 256), len(x[part])
+        _round_rows(grid, 256, (x[part], out[part], stride, n_columns, int(int8)))
     return out
 
 
