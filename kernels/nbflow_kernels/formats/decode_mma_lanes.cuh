@@ -26,14 +26,24 @@ DEV void look_up_floats(const Table& table, u32 pair, u32& high, u32& low) {
 constexpr int STREAM_BITS = KIND == TRELLIS_KIND ? BITS : 4;  // per weight
 constexpr int OLDER_BITS = 12 - STREAM_BITS;  // of a state, from the weights before
 
-// 16 bits or more of the stream from a lane's first of two columns: OLDER_BITS, then those of the columns.
-// `from` is their place in two words for the first lane of four.
-DEV u32 window_of(const Table& table, u32 first, u32 second, int from) {
-  if (STREAM_BITS == 4) return prmt(first, second, table.bytes);  // `from` is 24
-  if (from + 6 * STREAM_BITS + STREAM_BITS + 12 <= 32) return first >> (table.shift + from);
-  const u32 low = __funnelshift_r(first, second, from);
-  if (STREAM_BITS == 2) return low >> table.shift;  // 26 bits of 32
-  return __funnelshift_r(low, second >> from, table.shift);
+// Shift the stream so that a lane's windows begin where those of the first lane of four do.
+DEV void align_stream(const Table& table, u32* stream) {
+  if (STREAM_BITS == 4) return;  // whole bytes: `prmt` selects them
+#pragma unroll
+  for (int i = 0; i <= 2 * STREAM_BITS; i++)
+    stream[i] = __funnelshift_r(stream[i], i < 2 * STREAM_BITS ? stream[i + 1] : 0, table.shift);
+}
+
+// Two windows of 16 bits, from a lane's first of two columns of eight: OLDER_BITS, then those of the columns.
+// `from` is the place of the first; the second is eight columns behind it.
+DEV u32 windows_of(const Table& table, const u32* stream, int from) {
+  const auto bits_from = [&](int at) {
+    return __funnelshift_r(stream[at >> 5], at >> 5 < 2 * STREAM_BITS ? stream[(at >> 5) + 1] : 0, at & 31);
+  };
+  if (STREAM_BITS == 2) return bits_from(from);
+  if (STREAM_BITS == 3) return prmt(bits_from(from), bits_from(from + 24), 0x5410u);
+  stream += from >> 5;  // 24 bits behind the start of a word
+  return prmt(prmt(stream[0], stream[1], table.bytes), prmt(stream[1], stream[2], table.bytes), 0x5410u);
 }
 
 // The indices of four states of a pair of windows, in bytes; bit 7 is arbitrary.  The 4 oldest bits of a
@@ -68,15 +78,11 @@ DEV void decode_stream(const Table& table, const u32* w, u32 before, int tile, u
     stream[i] = word < 0 ? before << (32 - OLDER_BITS)
                          : __shfl_sync(0xffffffffu, w[word < 0 ? 0 : word >> 2], word & 3, 4);
   }
+  align_stream(table, stream);
 #pragma unroll
   for (int s = 0; s < 4; s++) {
-    u32 of[2];  // columns 2 t and 2 t + 1 of eight
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const int from = 32 - OLDER_BITS + (16 * s + 8 * j) * STREAM_BITS, word = from >> 5;
-      of[j] = window_of(table, stream[word], word < 2 * STREAM_BITS ? stream[word + 1] : 0, from & 31);
-    }
-    look_up_values(table, indices_of_states(table, prmt(of[0], of[1], 0x5410u)), slots + 2 * s);
+    const u32 windows = windows_of(table, stream, 32 - OLDER_BITS + 16 * s * STREAM_BITS);
+    look_up_values(table, indices_of_states(table, windows), slots + 2 * s);
   }
 }
 
