@@ -194,7 +194,7 @@ def _flatten(a: Any, name: str, flat: list[Any], names: list[str]) -> None:
 
 def _raise_python_error(emulator: Emulator, device: Device) -> None:
     """Report the exception a kernel compiled with ``debug=True`` recorded."""
-    for name, place in device.variables.items():
+    for name, place in device.variables.get(emulator.module, {}).items():
         if name.endswith("__errcode__") and device.bytes_of(place).any():
             code = int(device.bytes_of(place)[:4].view(np.uint32)[0])
             raise LaunchError(

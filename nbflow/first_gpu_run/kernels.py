@@ -39,6 +39,8 @@ def one_of_each_kind(context: Context) -> None:
     kinds: dict[str, Callable[[], Any]] = {
         "CUDA C++": lambda: checks.check(_case("rmsnorm-small"), checks.placer(cupy)),
         "decoder": lambda: _decodes(cupy),
+        "codebook of floats": lambda: _multiplies("nf4_b64_odd", cupy),
+        "trellis": lambda: _multiplies("q3t_one_row", cupy),
         "Numba": lambda: _quantizes(cupy),
         f"graph of {N_LAUNCHES} launches": lambda: _graph(cupy),
         "200 KB of shared memory": lambda: probes.uses_shared_memory(device, SHARED_BYTES),
@@ -63,6 +65,11 @@ def one_of_each_kind(context: Context) -> None:
         context.emit(row)
         cupy.cuda.Device().synchronize()
     context.emit({"kernel": "origin of the machine code", **cache.sources})
+
+
+def _multiplies(name: str, cupy: Any) -> None:
+    """Check a product whose weights are looked up across the lanes of a warp."""
+    checks.check(_case(f"qmatmul-{name}"), checks.placer(cupy))
 
 
 def _case(name: str) -> OpCase:

@@ -70,7 +70,7 @@ SECTIONS = (
     ),
     Section(
         "kernels", 90, "kernels.one_of_each_kind",
-        "CUDA C++, a decoder, Numba, a graph, 200 KB of shared memory, a cluster",
+        "CUDA C++, decoders, Numba, a graph, 200 KB of shared memory, a cluster",
     ),
     Section("gemv", 180, "kernels.benchmark", "benchmark: products of few rows", ("gemv",)),
     Section("attention", 60, "kernels.benchmark", "benchmark: decode attention", ("attention",)),

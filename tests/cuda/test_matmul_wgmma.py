@@ -14,7 +14,8 @@ from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.matmul import cuda as float_cuda
 from nbflow_kernels.matmul import cuda_wgmma
-from nbflow_kernels.quantized_matmul import cuda_gemm_wgmma, reference
+from nbflow_kernels.quantized_matmul import cuda as products
+from nbflow_kernels.quantized_matmul import cuda_dequant_gemm, cuda_gemm_wgmma, reference
 
 pytestmark = pytest.mark.compiler
 TOKENS, ROWS = 50, 75
@@ -26,6 +27,13 @@ def hopper(cupy: Any) -> Any:
     """Emulated CuPy on a device of compute capability 9.0."""
     cupy.reset(arch="sm_90")
     return cupy
+
+
+@pytest.fixture
+def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply `TOKENS` tokens as a prompt."""
+    monkeypatch.setattr(float_cuda, "MIN_WGMMA_TOKENS", TOKENS)
+    monkeypatch.setattr(products, "BF16_MAX_ROWS", TOKENS - 1)
 
 
 def make(format: str, K: int) -> tuple[np.ndarray, nk.QuantTensor]:
@@ -47,13 +55,13 @@ def make(format: str, K: int) -> tuple[np.ndarray, nk.QuantTensor]:
         ("q3h_b64t1", "bf16", 192),
     ],
 )
+@pytest.mark.usefixtures("few_are_many")
 def test_wgmma_has_the_bits_of_mma(
     format: str, activations: str, K: int, hopper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, w = make(format, K)
     there, x_there = w.to_device(hopper.zeros(1)), hopper.asarray(x)
     bias = np.linspace(-1, 1, ROWS, dtype=np.float32)
-    monkeypatch.setattr(float_cuda, "MIN_WGMMA_TOKENS", TOKENS)
     results = []
     for chosen in (("0", ""), ("1", "0"), ("1", "1")):  # last: a thread block without rows
         for name, value in zip(("NBFLOW_WGMMA", "NBFLOW_CLUSTERS"), chosen, strict=True):
@@ -68,6 +76,24 @@ def test_wgmma_has_the_bits_of_mma(
     wanted = reference.qmatmul(x, w, bias=bias, activations=activations) + 1
     # float32 sums of K terms (`quantized_matmul.cases`), and one more of numbers up to 8: 2**-21
     assert np.abs(results[1] - wanted).max() <= 3 * (K + 8) ** 0.5 * 1.4e-7 + 2.0**-21
+
+
+@pytest.mark.usefixtures("few_are_many")
+def test_a_trellis_has_the_bits_of_panels(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = make("q2t", 448)
+    there, x_there = w.to_device(hopper.zeros(1)), hopper.asarray(x)
+    results = []
+    # panels by mma; decoded in registers; panels by wgmma
+    for switch, most_tokens in (("0", TOKENS), ("1", TOKENS), ("1", TOKENS - 1)):
+        monkeypatch.setenv("NBFLOW_WGMMA", switch)
+        monkeypatch.setattr(cuda_dequant_gemm, "MAX_TRELLIS_TOKENS", most_tokens)
+        out = hopper.full((TOKENS, ROWS), np.nan, np.float32)
+        in_registers = cuda_dequant_gemm.decodes_tiles(device_of(out), there, TOKENS)
+        assert in_registers == (len(results) == 1)
+        results.append(nk.qmatmul(x_there, there, activations="bf16", out=out).get())
+    assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()
+    wanted = reference.qmatmul(x, w, activations="bf16")
+    assert np.abs(results[1] - wanted).max() <= 3 * (448 + 8) ** 0.5 * 1.4e-7
 
 
 def test_tiles_of_any_size_have_the_same_bits(hopper: Any) -> None:

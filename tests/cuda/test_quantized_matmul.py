@@ -208,15 +208,15 @@ def test_outliers_are_added(cupy: Any) -> None:
 
 def test_units_take_the_bits_of_the_storage_layout() -> None:
     # a 6-bit scale is a byte here: 2 * 2 bits for 32 weights; 3-bit scales of q3_k 2 bits for 16;
-    # pairs of 11 bits (q5h) are two codes of 6 bits
+    # pairs of 11 bits (q5h) are two codes of 6 bits; trellises store a state for 256 weights
     wider = {"q4_k": 0.125, "q5_k": 0.125, "q3_k": 0.125, "iq4_xs": 0.0625, "q5h_b64t1": 0.5}
-    for name in BLOCK_FORMATS:
-        if not name.startswith(("iq1", "iq2", "iq3", "tq1", "q2t", "q3t", "q4t")):
+    wider |= dict.fromkeys(("q2t_b256", "q3t_b256", "q4t_b256"), 0.0625)
+    for name in (*BLOCK_FORMATS, "nf4_b64", "fp4_b32"):
+        if not name.startswith(("iq1", "iq2", "iq3", "tq1")):
             got = unit_form(FORMATS[name].integer_form).bits_per_weight
             assert got == FORMATS[name].bits_per_weight + wider.get(name, 0), name
     assert unit_form(FORMATS["iq2_xxs"].integer_form).bits_per_weight == 3.3125
     assert unit_form(FORMATS["tq1_0"].integer_form).bits_per_weight == 2.0625
-    assert unit_form(FORMATS["q2t"].integer_form).bits_per_weight == 8.0625  # codes of a byte
 
 
 def test_the_layout_pads_rows_to_16_and_columns_to_128() -> None:
@@ -225,7 +225,9 @@ def test_the_layout_pads_rows_to_16_and_columns_to_128() -> None:
     assert made.nbytes == 2 * 16 * 4 * 128 * 4.5 / 8
 
 
-def test_a_users_format_without_integer_form(cupy: Any) -> None:
+def test_a_users_format_without_integer_form(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_dequant_gemm, "MAX_GRID_ROWS", 2)  # more rows than a grid has
+
     @nk.register_format
     class Halves:
         name = "halves_b4"
@@ -287,9 +289,18 @@ def _facts(kernel: Any, arch: str) -> nbflow_ptx.KernelFacts:
 
 
 @pytest.mark.parametrize(
-    ("format", "arch"), [("q4_0", "sm_80"), ("q4_0", "sm_90"), ("q3h", "sm_90"), ("q4_k", "sm_90")]
+    ("format", "arch", "n_mma"),
+    [
+        # MMAs of a unit: 16 steps x high and low, and 2 chunks x high and low for the sums
+        ("q4_0", "sm_80", 36),
+        ("q4_0", "sm_90", 36),
+        ("q3h", "sm_90", 36),
+        ("q4_k", "sm_90", 36),
+        ("q2t", "sm_90", 32),  # no sums
+        ("nf4_b64", "sm_90", 48),  # and the second number of a weight
+    ],
 )
-def test_hot_kernels_stay_in_registers(format: str, arch: str) -> None:
+def test_hot_kernels_stay_in_registers(format: str, arch: str, n_mma: int) -> None:
     form = unit_form(FORMATS[format].integer_form)
     gemv = _facts(products.gemv_kernel(form, 1, True), arch)
     gemm = _facts(products.gemm_kernel(form, products.GemmShape.of(form, 4), True), arch)
@@ -297,8 +308,7 @@ def test_hot_kernels_stay_in_registers(format: str, arch: str) -> None:
     # tile may spill, with `gemm` 12 of a unit's 4000 instructions
     assert max(gemv.spill_stores or 0, gemv.spill_loads or 0) <= 32
     assert max(gemm.spill_stores or 0, gemm.spill_loads or 0) <= 48
-    # MMAs of a unit: 16 steps x high and low, and 2 chunks x high and low for the sums
-    assert gemv.tensor_core == 2 * 16 + 2 * 2
+    assert gemv.tensor_core == n_mma
     for facts in (gemv, gemm):
         assert (facts.fp64, facts.local_accesses) == (0, 0)
         assert facts.wide_loads > 0
@@ -323,20 +333,33 @@ def test_int8_and_bfloat16_take_one_mma_per_step(
         assert facts.wide_loads > 0
 
 
-@pytest.mark.parametrize("T", [1, 9])
-def test_codebooks_of_floats_are_multiplied_as_floats(T: int, cupy: Any) -> None:
-    x, w = make("nf4_b64", T, 37, 300)
+@pytest.mark.parametrize("format", ["nf4_b128", "q3t"])
+def test_codebooks_across_lanes_have_the_same_bits_in_any_batch(format: str, cupy: Any) -> None:
+    # 5 chunks: the last unit has one, and a trellis goes on from chunk to chunk
+    x, w = make(format, 9, 21, 600)
     there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
     there.drop_storage()
-    assert there.has_storage  # the MMA layout cannot hold the values
-    got = nk.qmatmul(x_there, there, out=cupy.full((T, 37), np.nan, np.float32)).get()
-    assert np.abs(got - reference.qmatmul(x, w)).max() <= allowed(300)
-    got = nk.qmatmul(x_there, there, activations="bf16").get()
-    wide = reference.qmatmul(x, w, activations="bf16")
-    assert np.abs(got - wide).max() <= allowed(300)
+    assert not there.has_storage  # products read the stored bits
+    many = nk.qmatmul(x_there, there, out=cupy.full((9, 21), np.nan, np.float32)).get()
+    assert np.abs(many - reference.qmatmul(x, w)).max() <= allowed(600)
+    few = nk.qmatmul(x_there[8:], there, out=cupy.full((1, 21), np.nan, np.float32)).get()
+    assert few.tobytes() == many[8:].tobytes()
+    rounded = nk.qmatmul(x_there, there, activations="bf16").get()
+    assert np.abs(rounded - reference.qmatmul(x, w, activations="bf16")).max() <= allowed(600)
+    panels = cupy.full((9, 21), np.nan, np.float32)
+    cuda_dequant_gemm.qmatmul(x_there, there, None, False, panels)
+    assert rounded.tobytes() == panels.get().tobytes()
+
+
+def test_codebooks_of_floats_are_multiplied_as_floats(cupy: Any) -> None:
+    x, w = make("nf4_b64", 2, 37, 300)
     with pytest.raises(UsageError, match="block format of integers"):
-        nk.qmatmul(x_there, there, activations="int8")
+        nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1)), activations="int8")
+    form = unit_form(w.format.integer_form)
+    kinds = products.ActivationPrecision
+    assert kinds.of(form, "int8") == kinds.F32_SUMS
+    assert not products._rounds_first(form, "int8")
     stack = nk.QuantTensor("nf4_b64", (1, 37, 300), w.data).to_device(cupy.zeros(1))
-    indptr = cupy.asarray(np.array([0, T], np.int32))
-    got = nk.grouped_matmul(x_there, stack, indptr).get()
+    indptr = cupy.asarray(np.array([0, 2], np.int32))
+    got = nk.grouped_matmul(cupy.asarray(x), stack, indptr).get()
     assert np.abs(got - reference.qmatmul(x, w)).max() <= allowed(300)

@@ -7,6 +7,7 @@ import pytest
 from ptx.one_instruction import as_bits, execute
 
 from nbflow_ptx import NO_CHECKS, Emulator, KernelFault, UnsupportedInstruction
+from nbflow_ptx.memory.device import Device
 
 HEAD = ".version 8.4\n.target sm_80\n.address_size 64\n"
 
@@ -105,6 +106,18 @@ def test_variables_with_initial_values() -> None:
         y, threads=1, top=top,
     )  # fmt: skip
     assert y.tolist() == [16, 7, 0x40400000]
+
+
+def test_modules_do_not_share_variables_of_a_name() -> None:
+    device, found = Device(1 << 16), []
+    for value in (3, 5, 3):
+        text = f"""{HEAD}.const .align 4 .u32 table[1] = {{{value}}};
+            .visible .entry k(.param .u64 p) {{ .reg .b64 %x; .reg .b32 %r;
+            ld.param.u64 %x, [p]; ld.const.u32 %r, [table]; st.global.u32 [%x], %r; ret; }}"""
+        y = np.zeros(1, np.uint32)
+        Emulator(text).launch("k", 1, 1, y, device=device)
+        found.append(int(y[0]))
+    assert found == [3, 5, 3]
 
 
 ATOMS = {

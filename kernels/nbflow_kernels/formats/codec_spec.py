@@ -259,7 +259,7 @@ class CodecSpec:
 
     @property
     def has_float_values(self) -> bool:
-        """True if the codebook has floats, which int8 products and the MMA layout cannot hold."""
+        """True if the codebook has floats, which int8 products cannot hold."""
         return has_floats(self.values)
 
 

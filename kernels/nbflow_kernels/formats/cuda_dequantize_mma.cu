@@ -15,10 +15,11 @@ template <class T>
 __global__ void __launch_bounds__(128) decode_rows(
     const u8* weights, const int* ids, T* out, int n_rows, int n_out, int columns, int matrix_rows,
     long long tile_bytes, float factor, int wide) {
-  const int part = blockIdx.x * 128 + threadIdx.x, chunk = part >> 2, lane = part & 3;
+  const int part = blockIdx.x * 128 + threadIdx.x, lane = part & 3;
+  // threads past the last column decode the last chunk again: lanes of a warp look up for each other
+  const int last = (columns - 1) / CHUNK, chunk = min(part >> 2, last);
   Table table;
   table.load(n_rows >> 31, threadIdx.x & 31);
-  if (chunk * CHUNK >= columns) return;
   const long long matrix_tiles = (matrix_rows + 15) / 16;
   for (int t = blockIdx.y; t < n_out; t += gridDim.y) {
     const int row = ids != nullptr ? ids[t] : t;
@@ -29,11 +30,14 @@ __global__ void __launch_bounds__(128) decode_rows(
     const u8* at = chunk_of(unit, chunk & 1);
     Chunk fragment;
     fragment.load_words(at, 4 * (in_tile & 7) + lane);
-    u32 words[ROW_WORDS ? ROW_WORDS : 1], of_row = 0;
+    u32 words[ROW_WORDS ? ROW_WORDS : 1];
+    Floats floats = {};
     load_bytes<ROW_BYTES>(words, at + in_tile * ROW_BYTES);
-    load_bytes<FLOAT_BYTES>(&of_row, unit + in_tile * FLOAT_BYTES);
+    floats.load(unit, 4 * (in_tile & 7));
+    const u32 of_row = floats.of_row[in_tile >> 3];
     u32 operand[8][4];
-    decode_chunk(table, fragment.w, operand);
+    codes_of_tile(table, fragment, floats, chunk & 1, 0, operand);
+    codes_of_tile(table, fragment, floats, chunk & 1, 1, operand + 4);
 #pragma unroll
     for (int s = 0; s < 8; s++) {
       float scale, base;
@@ -43,15 +47,13 @@ __global__ void __launch_bounds__(128) decode_rows(
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const int k = chunk * CHUNK + 16 * s + 8 * j + 2 * lane;
-        if (k >= columns) continue;
         const u32 codes = in_tile < 8 ? operand[s][2 * j] : operand[s][2 * j + 1];
-        // a code is a float16 subnormal: 2**-24 times 2**position
         const u32 position = (u32)POSITIONS >> 4 * (2 * (s & 3) + j) & 15u;
-        const float up = __uint_as_float((127u - position) << 23) / UNIT;
-        float2 v = make_float2(low_f16(codes) * up - ZERO, high_f16(codes) * up - ZERO);
+        float2 v = values_of(table, codes, position);
         v.x = (HAS_MIN ? fmaf(scale, v.x, base) : scale * v.x) * factor;
         v.y = (HAS_MIN ? fmaf(scale, v.y, base) : scale * v.y) * factor;
         if (!known) v.x = v.y = nan32();
+        if (k >= columns || part >> 2 > last) continue;
         T* to = out + (long long)t * columns + k;
         if (wide) {
           store_pair(to, v);

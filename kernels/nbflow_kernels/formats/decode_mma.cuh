@@ -3,7 +3,7 @@
 #pragma once
 #include "cuda/ptx.cuh"
 
-enum { BITS_KIND, PAIRS_KIND, TABLE8_KIND, TABLE16_KIND, E2M1_KIND };
+enum { BITS_KIND, PAIRS_KIND, TABLE8_KIND, TABLE16_KIND, E2M1_KIND, FLOATS_KIND, TRELLIS_KIND };
 enum { HALF, HALF_MIN, FLOAT, FLOAT_MIN, BYTE, BYTE_MIN, NIBBLE_MIN, E8M0, E4M3, U8_PAIR, UNIT_ONLY };
 
 constexpr int CHUNK = 128;
@@ -25,15 +25,21 @@ constexpr int ENTRY = SCALES == FLOAT_MIN ? 8
                       : SCALES == HALF || SCALES == BYTE_MIN || SCALES == U8_PAIR ? 2
                       : SCALES == UNIT_ONLY ? 0 : 1;
 constexpr int ROW_BYTES = ENTRY * GROUPS, ROW_WORDS = (ROW_BYTES + 3) / 4;
-constexpr int FLOAT_BYTES = TWO_FLOATS ? 4 : HAS_FLOATS ? 2 : 0;
+// A trellis has the bits of the stream before the second chunk in the upper half.
+constexpr int FLOAT_BYTES = TWO_FLOATS || KIND == TRELLIS_KIND ? 4 : HAS_FLOATS ? 2 : 0;
 constexpr int CHUNK_WORDS = KIND == PAIRS_KIND ? 7 : 2 * BITS;
 constexpr int CHUNK_BYTES = 16 * ROW_BYTES + 128 * CHUNK_WORDS;
 constexpr int UNIT_BYTES = 16 * FLOAT_BYTES + 2 * CHUNK_BYTES;
 // Masked bit fields are subnormal float16, code * 2**-24 (times 2**position of the slot); E2M1 codes
-// are value * 2**-15.  Activation sums have the same factor; results are multiplied by its inverse.
+// are value * 2**-15, codebooks of floats value * 2**10, and a trellis has the values themselves.  Activation sums have the same factor; results are multiplied by its inverse.
 constexpr float SUBNORMAL = 5.9604644775390625e-8f;
-constexpr float UNIT = KIND == E2M1_KIND ? 3.0517578125e-5f : SUBNORMAL;
+constexpr float UNIT = KIND == E2M1_KIND     ? 3.0517578125e-5f
+                       : KIND == FLOATS_KIND  ? 1024.0f
+                       : KIND == TRELLIS_KIND ? 1.0f
+                                              : SUBNORMAL;
 constexpr float OUT = FACTOR / UNIT;
+// Float16 numbers that add up to a weight's value; of floats the second is the rest, to 2**-24 of it.
+constexpr int CODE_PARTS = KIND == FLOATS_KIND ? 2 : 1;
 
 // ---- loads ---------------------------------------------------------------------------------------
 
@@ -202,21 +208,40 @@ struct Fields<8> {
   }
 };
 
+static __constant__ u32 CODEBOOK_WORDS[] = {LANE_WORDS};
+static __constant__ u32 MASKS[] = {0x00ff00ffu, 0x0f0f0f0fu, 0x03030303u};
+
 // Codebook and other constants kept in registers, since they do not fit instruction immediates.
 struct Table {
   u32 words[4], order, exponent;
+  u32 entry;  // a codebook across the lanes: 16 floats, or 128 bytes
+  u32 halves;  // the float16 numbers of a float; of a trellis a mask, as the next two
+  u32 nibbles, twos;
+  u32 shift, bytes;  // place of this lane's two of eight columns in a stream: in bits; for `prmt`
 
   // The compiler would rematerialize constants at each use: XOR with `zero` (0 at run time) hides
   // that they are constant, the shuffle that they are uniform.
   DEV void load(int zero, int lane) {
     const u32 given[4] = {TABLE_0, TABLE_1, TABLE_2, TABLE_3};
     auto hidden = [&](u32 v) { return __shfl_sync(0xffffffffu, v ^ zero, lane); };
-    constexpr int N = KIND == TABLE16_KIND ? 4 : KIND == TABLE8_KIND ? 2 : 0;
+    constexpr int N = KIND == TABLE16_KIND || KIND == TRELLIS_KIND ? 4 : KIND == TABLE8_KIND ? 2 : 0;
 #pragma unroll
     for (int i = 0; i < N; i++) words[i] = hidden(given[i]);
     if (KIND == TABLE16_KIND) order = hidden(0x32103210u);
     if (SCALES == BYTE || SCALES == NIBBLE_MIN || SCALES == U8_PAIR) exponent = hidden(0x4b000000u);
     else exponent = 0x4b000000u;  // exponent of 2**23: a byte below it makes the float 2**23 + byte
+    if constexpr (KIND == FLOATS_KIND || KIND == TRELLIS_KIND) load_lanes(lane);
+    if constexpr (KIND == TRELLIS_KIND) halves = MASKS[-zero], nibbles = MASKS[1 - zero], twos = MASKS[2 - zero];
+  }
+
+  DEV void load_lanes(int lane) {
+    entry = CODEBOOK_WORDS[lane % (sizeof(CODEBOOK_WORDS) / 4)];  // 16 are repeated
+    if constexpr (KIND == FLOATS_KIND) {
+      const float value = UNIT * __uint_as_float(entry);
+      const float high = low_f16(to_f16x2(value, 0.0f));
+      halves = to_f16x2(high, value - high);
+    }
+    shift = 2 * BITS * (lane & 3), bytes = 0x43u + 0x11u * (lane & 3);
   }
 
   // Look up the bytes of nibbles 0..3 and 4..7.
@@ -235,6 +260,11 @@ struct Table {
       i >>= 16, which >>= 16;
       high = prmt(prmt(words[0], words[1], i), prmt(words[2], words[3], i), which);
     }
+  }
+
+  // The value of the code in the lowest 4 bits; by all lanes of a warp, as all that follow.
+  DEV float value_of(u32 code) const {
+    return __uint_as_float(__shfl_sync(0xffffffffu, entry, code));
   }
 
   DEV void decode(const u32* w, u32* a, u32* b) const {
@@ -278,27 +308,58 @@ DEV void decode_pairs(const u32* w, int tile, u32 operand[4][4]) {
   for (int i = 0; i < 8; i++) split_pair(p[i], operand[i >> 1][i & 1], operand[i >> 1][2 + (i & 1)]);
 }
 
-// Decode 64 columns of a chunk to the A fragments of four MMA steps.
-DEV void decode_tile(const Table& table, const u32* w, int tile, u32 operand[4][4]) {
+#include "formats/decode_mma_lanes.cuh"
+
+// Decode 64 columns of a chunk to codes in the order of the A fragments of four MMA steps: pairs of
+// float16 numbers, or of indices of a codebook of floats.
+DEV void codes_of_tile(
+    const Table& table, const Chunk& chunk, const Floats& floats, int odd, int tile, u32 pairs[4][4]) {
+  const u32* w = chunk.w;
   if constexpr (KIND == PAIRS_KIND) {
-    decode_pairs(w, tile, operand);
+    decode_pairs(w, tile, pairs);
   } else {
     u32 a[8], b[8];
     if constexpr (KIND == BITS_KIND) Fields<BITS>::decode(w + tile * BITS, a, b);
     else if constexpr (KIND == E2M1_KIND) decode_e2m1(w + tile * BITS, a, b);
+    else if constexpr (KIND == FLOATS_KIND) indices_of_floats(w + tile * BITS, a, b);
+    else if constexpr (KIND == TRELLIS_KIND) decode_trellis(table, w, floats, odd, tile, a, b);
     else table.decode(w + tile * BITS, a, b);
 #pragma unroll
     for (int s = 0; s < 4; s++) {
-      u32* o = operand[s];
+      u32* o = pairs[s];
       o[0] = a[2 * s], o[1] = b[2 * s], o[2] = a[2 * s + 1], o[3] = b[2 * s + 1];
     }
   }
 }
 
-// Decode a chunk to the A fragments of its eight MMA steps.
-DEV void decode_chunk(const Table& table, const u32* w, u32 operand[8][4]) {
-  decode_tile(table, w, 0, operand);
-  decode_tile(table, w, 1, operand + 4);
+// The values of a pair of codes, whose float16 numbers are 2**-24 times 2**position of them.
+DEV float2 values_of(const Table& table, u32 pair, u32 position) {
+  if constexpr (KIND == FLOATS_KIND) {
+    return make_float2(table.value_of(pair), table.value_of(pair >> 16));
+  } else {
+    const float up = __uint_as_float((127u - position) << 23) / UNIT;
+    return make_float2(fmaf(low_f16(pair), up, -ZERO), fmaf(high_f16(pair), up, -ZERO));
+  }
+}
+
+// Operands of an MMA step: the A fragment, and with two CODE_PARTS that of the rests.
+constexpr int OPERANDS = 4 * CODE_PARTS;
+
+// Decode 64 columns of chunk `odd` of a unit to the operands of four MMA steps.
+template <int N>
+DEV void decode_tile(
+    const Table& table, const Chunk& chunk, const Floats& floats, int odd, int tile, u32 (*operand)[N]) {
+  static_assert(N == OPERANDS);
+  if constexpr (N == 8) {
+    u32 pairs[4][4];
+    codes_of_tile(table, chunk, floats, odd, tile, pairs);
+#pragma unroll
+    for (int s = 0; s < 4; s++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) look_up_floats(table, pairs[s][i], operand[s][i], operand[s][4 + i]);
+  } else {
+    codes_of_tile(table, chunk, floats, odd, tile, operand);
+  }
 }
 
 // ---- scales --------------------------------------------------------------------------------------

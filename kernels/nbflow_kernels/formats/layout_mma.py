@@ -4,7 +4,8 @@ A *row tile* is 16 rows, the M of a tensor-core MMA.  Row tiles, and the units o
 contiguous.  A unit consists of
 
 ============  =====================================================================================
-floats        `d` (and `d` of the mins) of each of the 16 rows as float16, if one per unit
+floats        `d` (and `d` of the mins) of each of the 16 rows as float16, if one per unit; of a
+              trellis `d`, and the bits of the stream before the second chunk
 chunks        two of 128 columns, each with
  scales       the numbers of the chunk's sub-blocks, row by row, in a form of `SCALES`
  codes        32-bit words of the 32 lanes of a warp
@@ -14,7 +15,11 @@ Lane ``4 * g + t`` holds rows g and g + 8 of the A fragment: *slot* ``2 * step +
 columns is the pair of columns ``16 * step + 8 * j + 2 * t + (0, 1)``, one in each 16-bit half of a
 word.  A bit field of up to 10 bits at the low end of a half is a subnormal float16,
 code * 2**(position - 24): one mask decodes two weights, and the power of two is folded into the
-activations.  `FIELDS` maps code bits to words.
+activations.  `layout_mma_codes.FIELDS` maps code bits to words.
+
+Codes of a codebook of floats are indices of 4 bits, in the same fields; the codebook lies across
+the lanes of a warp, which look values up by shuffles.  The stream of a trellis is stored as it is:
+word ``4 * i + t`` of a row's chunk in lane ``4 * g + t``, and the four lanes read it together.
 
 A chunk stores its words in vectors of four (16 bytes per lane), then of two and one for the rest,
 so that all loads of a warp are coalesced.
@@ -36,18 +41,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.formats import layout_mma_codes, trellis_code
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks
 from nbflow_kernels.formats.layout_cpu import Misfit, stored_floats
+from nbflow_kernels.formats.layout_mma_codes import (
+    BITS,
+    E2M1,
+    E2M1_VALUES,
+    FLOATS,
+    PAIRS,
+    POSITIONS,
+    TABLE8,
+    TABLE16,
+    TRELLIS,
+)
 from nbflow_kernels.formats.registry import QuantFormat
 
-ROWS, UNIT, CHUNK, TILE = 16, 256, 128, 64
+ROWS, CHUNK = layout_mma_codes.ROWS, layout_mma_codes.CHUNK
+UNIT = 2 * CHUNK
 CHUNK_OF_WEIGHTS = 1 << 22  # weights packed at once: bounds the temporary arrays
 
-Field = tuple[int, int, int, int, int, int]
-"""Half of the rows, slot, first bit of the code, width, word, bit offset in its 16-bit halves."""
-
-# Code kinds: the decoding from code to value
-BITS, PAIRS, TABLE8, TABLE16, E2M1 = range(5)
 SCALES = {
     name: i
     for i, name in enumerate(
@@ -60,94 +73,16 @@ ENTRY_BYTES = (2, 4, 4, 8, 1, 2, 1, 1, 1, 2, 0)
 UNIT_FLOAT_BYTES = (0, 0, 0, 0, 2, 4, 4, 0, 0, 0, 2)
 
 
-def _rows_apart(bits: int, words: int) -> tuple[Field, ...]:
-    """Return the bit fields of widths 1, 2 and 4: rows g first (low bytes or words), then g + 8."""
-    per_word = 16 // bits
-    fields = []
-    for half in range(2):
-        for slot in range(8):
-            if bits == 4:  # slots 2w and 2w + 1 of both halves in word w
-                word, place = slot // 2, 4 * (slot % 2) + 8 * half
-            else:
-                word, place = divmod(8 * half + slot, per_word)
-                place *= bits
-            fields.append((half, slot, 0, bits, word, place))
-    assert max(f[4] for f in fields) < words
-    return tuple(fields)
-
-
-def _three() -> tuple[Field, ...]:
-    fields: list[Field] = [(half, s, 0, 3, half, 3 * s) for half in range(2) for s in range(5)]
-    fields += [(0, 5 + i, 0, 3, 2, 3 * i) for i in range(3)]
-    fields += [(1, 5 + i, 0, 3, 2, 9 + 3 * i) for i in range(2)]
-    return (*fields, *((1, 7, i, 1, i, 15) for i in range(3)))
-
-
-def _five() -> tuple[Field, ...]:
-    fields: list[Field] = [
-        (half, 3 * w + i, 0, 5, 2 * half + w, 5 * i)
-        for half in range(2)
-        for w in range(2)
-        for i in range(3)
-    ]
-    fields += [(0, 6, 0, 5, 4, 0), (0, 7, 0, 5, 4, 5), (1, 6, 0, 5, 4, 10)]
-    return (*fields, *((1, 7, i, 1, i, 15) for i in range(5)))
-
-
-def _six() -> tuple[Field, ...]:
-    fields: list[Field] = []
-    for half in range(2):
-        first = 3 * half
-        fields += [(half, 2 * w + i, 0, 6, first + w, 6 * i) for w in range(3) for i in range(2)]
-        fields += [(half, 6, 2, 4, first, 12), (half, 7, 2, 4, first + 1, 12)]
-        fields += [(half, 6, 0, 2, first + 2, 12), (half, 7, 0, 2, first + 2, 14)]
-    return tuple(fields)
-
-
-def _e2m1() -> tuple[Field, ...]:
-    """Return the bit fields of E2M1 codes: after a left shift, sign at bit 15, the rest at 9."""
-    places = {(0, 0): (15, 9), (0, 1): (12, 6), (1, 0): (14, 3), (1, 1): (13, 0)}
-    return tuple(
-        (half, 2 * word + j, first, n, word, place)
-        for (half, j), (sign, rest) in places.items()
-        for word in range(4)
-        for first, n, place in ((3, 1, sign), (0, 3, rest))
-    )
-
-
-FIELDS: dict[int, tuple[Field, ...]] = {
-    1: _rows_apart(1, 1),
-    2: _rows_apart(2, 2),
-    3: _three(),
-    4: _rows_apart(4, 4),
-    5: _five(),
-    6: _six(),
-}
-"""Bit fields of a tile by code width; `decode_mma.cuh` extracts them."""
-E2M1_FIELDS = _e2m1()
-E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-POSITIONS = {
-    1: tuple(range(8)),
-    2: (0, 2, 4, 6) * 2,
-    3: (0, 3, 6, 0, 3, 0, 3, 6),
-    4: (0, 4) * 4,
-    5: (0, 5, 0, 0, 5, 0, 0, 5),
-    6: (0,) * 6 + (4, 4),
-    7: (0, 14) * 4,
-    8: (0,) * 8,
-}
-"""Bit position of each slot's code after masking; 7 (pair codes): x * 2**-24 and y * 2**-10."""
-
-
 @dataclass(frozen=True)
 class MmaLayout:
     """Compile-time parameters of the CUDA kernels; formats with equal ones share kernels."""
 
     kind: int
-    """`BITS`, `PAIRS` (x + 11 * y in 7 bits), `TABLE8` or `TABLE16` (codebook lookup), or `E2M1`
-    (4-bit floats, twice their value)."""
+    """`BITS`, `PAIRS` (x + 11 * y in 7 bits), `TABLE8` or `TABLE16` (codebook lookup), `E2M1`
+    (4-bit floats, twice their value), `FLOATS` (codebook of 16 floats) or `TRELLIS` (bits of a
+    stream whose states index a codebook of 128)."""
     bits: int
-    """Bits per code, 1 to 6 or 8; 3 and 4 with codebooks; 7 per pair code."""
+    """Bits per code, 1 to 6 or 8; 3 and 4 with codebooks; 7 per pair code; 2 to 4 of a stream."""
     sub_block: int
     """Columns that share a scale: 16, 32, 64 or 128."""
     scales: str
@@ -158,8 +93,13 @@ class MmaLayout:
     """Offset of stored integer scales: stored = scale + scale_zero."""
     factor: float
     """Power of two: weight = factor * scale * value + base."""
-    values: tuple[int, ...]
-    """Codebook of 8 or 16 integers, or empty."""
+    values: tuple[int, ...] | tuple[float, ...]
+    """Codebook: 8 or 16 integers, 16 floats, the codes of a trellis' 128 indices, or empty."""
+
+    @property
+    def takes_int8(self) -> bool:
+        """False for a codebook of floats: int8 products would be those of another codebook."""
+        return self.kind != FLOATS
 
     @property
     def integer_sums(self) -> bool:
@@ -167,6 +107,8 @@ class MmaLayout:
 
         See `decode_mma.cuh`.
         """
+        if not self.takes_int8:
+            return False
         has_min = self.scales in ("half_min", "float_min", "byte_min", "nibble_min", "u8_pair")
         if self.zero:  # multiplied by activation sums in a separate MMA
             return self.scales in ("half", "byte")
@@ -185,7 +127,8 @@ class MmaLayout:
     @property
     def float_bytes(self) -> int:
         """Bytes of floats per unit."""
-        return ROWS * UNIT_FLOAT_BYTES[SCALES[self.scales]]
+        each = 4 if self.kind == TRELLIS else UNIT_FLOAT_BYTES[SCALES[self.scales]]
+        return ROWS * each
 
     @property
     def chunk_bytes(self) -> int:
@@ -215,10 +158,23 @@ class MmaLayout:
             "FACTOR": f"{self.factor!r}f",
             "POSITIONS": f"0x{sum(p << 4 * i for i, p in enumerate(positions)):08x}u",
         }
-        table = np.array(self.values or (0,), np.int64) + (int(self.zero) if self.values else 0)
-        for i, word in enumerate(np.resize(table.astype(np.uint8), 16).view("<u4")):
+        for i, word in enumerate(self._table().view("<u4")):
             found[f"TABLE_{i}"] = f"0x{word:08x}u"
+        lanes = np.zeros(1, "<u4")
+        if self.kind == FLOATS:
+            lanes = np.array(self.values, "<f4").view("<u4")
+        elif self.kind == TRELLIS:
+            lanes = np.array(self.values, np.uint8).view("<u4")
+        found["LANE_WORDS"] = ",".join(f"0x{word:08x}u" for word in lanes)
         return found
+
+    def _table(self) -> NDArray[np.uint8]:
+        """Return the 16 bytes of a table that is looked up by byte permutations."""
+        if self.kind == TRELLIS:
+            return trellis_code.flips()
+        if self.kind in (TABLE8, TABLE16):
+            return np.resize(np.array(self.values, np.int64) + int(self.zero), 16).astype(np.uint8)
+        return np.zeros(16, np.uint8)
 
 
 @cache
@@ -244,13 +200,21 @@ def unit_form(form: CodecSpec) -> MmaLayout:
     return MmaLayout(kind, bits, sub_block, scales, zero, scale_zero, factor, values)
 
 
-def _codes(form: CodecSpec) -> tuple[int, int, float, float, tuple[int, ...]]:
+def _codes(
+    form: CodecSpec,
+) -> tuple[int, int, float, float, tuple[int, ...] | tuple[float, ...]]:
     """Return kind, bits, zero, step between values, and codebook of an integer form."""
+    if form.trellis:
+        levels = tuple(trellis_code.levels(form.trellis).tolist())
+        return TRELLIS, form.trellis, 0.0, 1.0, levels  # decoded to code - zero
     bits = 8 if form.code_bits == 7 else form.code_bits
     if form.pairs:
         return PAIRS, 7, float(form.zero), 1.0, ()
     if form.values is None:
         return BITS, bits, float(form.zero), 1.0, ()
+    if form.has_float_values:
+        step = 2.0 ** np.floor(np.log2(np.abs(form.values).max()))  # the largest is in [1, 2)
+        return FLOATS, 4, 0.0, float(step), tuple(float(v / step) for v in form.values)
     if bits == 1:  # two values are always affine in the code
         low, high = form.values
         step = float(high - low)
@@ -268,6 +232,8 @@ def _codes(form: CodecSpec) -> tuple[int, int, float, float, tuple[int, ...]]:
 
 def _scales(form: CodecSpec) -> tuple[str, int]:
     """Return the storage form of the scales, and the offset of integer ones."""
+    if form.has_float_values:
+        return ("float" if form.base == "none" else "float_min"), 0
     shared = form.d_type == "f16" and form.block == UNIT
     if form.scales and shared and form.base != "d":
         if form.base == "min":
@@ -360,12 +326,13 @@ def _pack(
     out = np.zeros((n_tiles, tile_bytes), np.uint8)
     step = ROWS * max(1, CHUNK_OF_WEIGHTS // (ROWS * max(n_columns, 1)))
     for row in range(0, n_rows, step):
-        part = format.integers(data[row : row + step])
+        part = format.stored_integers(data[row : row + step])
         tiles = out[row // ROWS : row // ROWS + -(-len(part.codes) // ROWS)]
         numbers = _entries(form, format.integer_form, part)
         scales = _rows(numbers, len(tiles), n_chunks, CHUNK // form.sub_block)
         floats = _rows(_unit_floats(form, part), len(tiles), -(-n_chunks // 2), 1)
-        codes = _chunks(form, _padded(part.codes, ROWS * len(tiles), CHUNK * n_chunks))
+        padded = _padded(part.codes, ROWS * len(tiles), CHUNK * n_chunks)
+        codes = layout_mma_codes.chunk_bytes(form.kind, form.bits, padded)
         at = 0
         for chunk in range(n_chunks):
             pieces = [scales[:, chunk], codes[:, chunk]]
@@ -381,109 +348,6 @@ def _padded(array: NDArray[Any], n_rows: int, n_columns: int) -> NDArray[Any]:
     kept = array[:, :n_columns]
     result[: kept.shape[0], : kept.shape[1]] = kept
     return result
-
-
-# ---- codes ---------------------------------------------------------------------------------------
-
-
-def _chunks(form: MmaLayout, codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Pack codes (rows, columns) into the bytes of chunks (row tiles, chunks, chunk bytes)."""
-    n_tiles, n_chunks = codes.shape[0] // ROWS, codes.shape[1] // CHUNK
-    # (tile, half, g, chunk, tile of 64, step, j, t, e) -> half, slot, (tile, chunk, 64, g, t, e)
-    split = codes.reshape(n_tiles, 2, 8, n_chunks, 2, 4, 2, 4, 2)
-    slots = np.ascontiguousarray(split.transpose(1, 5, 6, 0, 3, 4, 2, 7, 8))
-    slots = slots.reshape(2, 8, n_tiles, n_chunks, 2, 32, 2)
-    if form.kind == PAIRS:
-        words = _pair_words(slots)
-    else:
-        tiles = {
-            TABLE8: _table8_words, TABLE16: _table16_words, E2M1: _e2m1_words,
-            BITS: _byte_words if form.bits == 8 else _field_words,
-        }[form.kind](slots, form.bits)  # fmt: skip
-        # (word, tile, chunk, tile of 64, lane) -> (tile, chunk, lane, words)
-        words = tiles.transpose(1, 2, 4, 3, 0).reshape(n_tiles, n_chunks, 32, -1)
-    return _planes(np.ascontiguousarray(words))
-
-
-def _planes(words: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    """Store words (tiles, chunks, lanes, n) as vectors of four, then two, then one per lane."""
-    n_tiles, n_chunks, _, n = words.shape
-    parts, at = [], 0
-    while at < n:
-        width = next(w for w in (4, 2, 1) if at + w <= n)
-        part = np.ascontiguousarray(words[..., at : at + width])
-        parts.append(part.reshape(n_tiles, n_chunks, -1).view(np.uint8))
-        at += width
-    return np.concatenate(parts, axis=2)
-
-
-def _field_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Pack codes by `FIELDS` into words (word, tiles, chunks, tile of 64, lane)."""
-    return _words_of(FIELDS[bits], slots, bits)
-
-
-def _e2m1_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Pack E2M1 codes by `E2M1_FIELDS`; see `_field_words`."""
-    return _words_of(E2M1_FIELDS, slots, bits)
-
-
-def _words_of(
-    fields: tuple[Field, ...], slots: NDArray[np.uint8], n_words: int
-) -> NDArray[np.uint32]:
-    halves = np.zeros((n_words, *slots.shape[2:]), np.uint16)
-    for half, slot, first, n, word, place in fields:
-        part = (slots[half, slot] >> np.uint8(first)) & np.uint8((1 << n) - 1)
-        halves[word] |= part.astype(np.uint16) << np.uint16(place)
-    return halves.view("<u4")[..., 0]
-
-
-def _byte_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Pack words of four bytes: slots 2w and 2w + 1 of rows g, then of rows g + 8."""
-    pairs = slots.reshape(8, 2, *slots.shape[2:])  # (half and w, slot, ..., e)
-    return np.ascontiguousarray(np.concatenate([pairs[:, 0], pairs[:, 1]], axis=-1)).view("<u4")[
-        ..., 0
-    ]
-
-
-def _table16_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Pack words of eight nibbles: slots 2w and 2w + 1 of rows g, then of rows g + 8."""
-    words = np.zeros((4, *slots.shape[2:-1]), np.uint32)
-    for half in range(2):
-        for slot in range(8):
-            for e in range(2):
-                place = 16 * half + 8 * (slot % 2) + 4 * e
-                words[slot // 2] |= slots[half, slot, ..., e].astype(np.uint32) << np.uint32(place)
-    return words
-
-
-def _table8_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Pack two words of the codes' low two bits, and one word of their third bits.
-
-    The nibbles of step s, in the order of `_table16_words`, are bits 0 and 1 of word s // 2 after a
-    shift by 2 * (s % 2), and bit s of word 2.
-    """
-    nibbles = _table16_words(slots, bits)
-    low, high = nibbles & np.uint32(0x33333333), (nibbles >> np.uint32(2)) & np.uint32(0x11111111)
-    third = high[0] | high[1] << np.uint32(1) | high[2] << np.uint32(2) | high[3] << np.uint32(3)
-    return np.stack([low[0] | low[1] << np.uint32(2), low[2] | low[3] << np.uint32(2), third])
-
-
-def _pair_words(slots: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Pack seven words per chunk: 16 pair codes x + 11 * y of 7 bits in each half.
-
-    x and y are slots 2s and 2s + 1 of pair 2s + half.  Word w holds pairs 2w and 2w + 1; the two
-    top bits of the words hold pairs 14 (words 0 to 2, bit 6 in word 3) and 15 (words 4 to 6 and 3).
-    """
-    x, y = slots[:, 0::2], slots[:, 1::2]  # (half, step, tiles, chunks, tile of 64, lane, e)
-    code = (x + np.uint8(11) * y).transpose(4, 1, 0, 2, 3, 5, 6)
-    c = code.reshape(16, *code.shape[3:]).astype(np.uint16)
-    halves = c[0:14:2] | c[1:14:2] << np.uint16(7)
-    for i, first in ((14, 0), (15, 4)):
-        for n in range(3):
-            halves[first + n] |= ((c[i] >> np.uint16(2 * n)) & np.uint16(3)) << np.uint16(14)
-    halves[3] |= (c[14] >> np.uint16(6)) << np.uint16(14) | (c[15] >> np.uint16(6)) << np.uint16(15)
-    words = np.ascontiguousarray(halves).view("<u4")[..., 0]
-    return words.transpose(1, 2, 3, 0)
 
 
 # ---- scales --------------------------------------------------------------------------------------
@@ -504,7 +368,19 @@ def _unit_floats(form: MmaLayout, part: DecodedBlocks) -> NDArray[np.float16]:
     floats = [part.d] if part.m is None else [part.d, part.m]
     if not form.float_bytes:
         return np.zeros((len(part.d), 0, 0), np.float16)
-    return np.stack([stored_floats("f16", f, base=False) for f in floats], axis=2)
+    numbers = [stored_floats("f16", f, base=False) for f in floats]
+    if form.kind == TRELLIS:
+        numbers.append(_bits_before(part.codes, form.bits))
+    return np.stack(numbers, axis=2)
+
+
+def _bits_before(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint16]:
+    """Return the bits of a unit's states from before its second chunk, (rows, units)."""
+    n = trellis_code.STATE_BITS // bits - 1
+    before = codes.reshape(len(codes), -1, UNIT)[:, :, CHUNK - n : CHUNK].astype(np.uint16)
+    shifts = bits * np.arange(n, dtype=np.uint16)
+    found: NDArray[np.uint16] = np.bitwise_or.reduce(before << shifts, axis=2)
+    return found
 
 
 def _entries(form: MmaLayout, given: CodecSpec, part: DecodedBlocks) -> NDArray[Any]:

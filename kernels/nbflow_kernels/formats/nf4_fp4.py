@@ -11,7 +11,9 @@ Products take float32 or bfloat16 activations.  The values do not fit in 8 bits,
 products would be those of another codebook; they are refused.
 
 They hold checkpoints of bitsandbytes; scales of double quantization are stored as the float32 that
-they decode to.
+they decode to (4.5 bits instead of 4.127).  There a group is 256 scales of the flattened matrix: of
+4 rows with 4096 columns, or of a part of a row.  Rows that are read, cut for ranks or gathered by
+themselves would need the groups of others, and every user of a row a second scale and an offset.
 
 Source: Dettmers et al. 2023, QLoRA (arXiv 2305.14314), appendix E; bitsandbytes 0.50, functional.py
 (get_4bit_type).
@@ -54,11 +56,6 @@ class FloatCodebookFormat(BlockFormat):
     @property
     def takes_int8(self) -> bool:
         """See `QuantFormat.takes_int8`."""
-        return False
-
-    @property
-    def has_mma_layout(self) -> bool:
-        """See `QuantFormat.has_mma_layout`."""
         return False
 
     def blocks(self, codes: Bytes, scales: Floats) -> Bytes:

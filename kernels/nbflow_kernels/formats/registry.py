@@ -90,6 +90,10 @@ class QuantFormat(ABC):
         """
         raise UsageError(f"format {self.name} stores no integers")
 
+    def stored_integers(self, data: Bytes) -> DecodedBlocks:
+        """Unpack rows as `integers`, with the codes that the MMA layout stores."""
+        return self.integers(data)
+
     def pack(self, rows: ReadRows, n_rows: int, n_blocks: int) -> Any:
         """Repack rows of `n_blocks` blocks into the CPU layout, `CpuPacked` or `PackedFloats`.
 

@@ -102,6 +102,19 @@ class TrellisFormat(BlockFormat):
         codes: Bytes = trellis_code.codes_of_states(self.stream_bits)[states]
         return codes
 
+    def stored_integers(self, data: Bytes) -> DecodedBlocks:
+        """See `QuantFormat.stored_integers`; codes are the stream's bits of each weight."""
+        codes = self.stored_bits(data)
+        return DecodedBlocks(codes, self._row_floats(np.ascontiguousarray(data))[0])
+
+    def stored_bits(self, rows: Bytes) -> Bytes:
+        """Return the stream's bits of each weight, (rows, columns)."""
+        ones = np.unpackbits(self.streams(rows), axis=1, bitorder="little")
+        digits = ones.reshape(len(rows), -1, self.stream_bits)
+        weights = np.uint8(1) << np.arange(self.stream_bits, dtype=np.uint8)
+        bits: Bytes = np.bitwise_or.reduce(digits * weights, axis=2)
+        return bits
+
     def pack(self, rows: ReadRows, n_rows: int, n_blocks: int) -> Any:
         """Repack the streams as they are, 32 bits of 16 rows side by side; see `QuantFormat.pack`.
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from nbflow_kernels.formats import FORMATS, QuantTensor
 from nbflow_kernels.formats.column_order import order_by_group
+from nbflow_kernels.formats.trellis import TrellisFormat
 from nbflow_kernels.formats.user import UserFormat
 from nbflow_kernels.op_case import OpCase
 from nbflow_kernels.quantizers import quantize
@@ -36,7 +37,7 @@ def weights(
     reordered: bool = False,
     scaled: bool = False,
 ) -> QuantTensor:
-    """Return N(0, 1/K) weights; those of a large matrix repeat after 512 rows.
+    """Return N(0, 1/K) weights; those of a large matrix repeat after 512 rows (a trellis: 64).
 
     With `reordered`, columns belong to four groups of different sizes in any order; with `scaled`,
     they have factors of 0.5 to 1.
@@ -50,7 +51,8 @@ def weights(
         order, _ = order_by_group(groups, 4, FORMATS[format].block_size)
         stored = weights(rng, N, len(order), format)
         return QuantTensor(format, (N, K), stored.data, column_order=order)
-    w = rng.standard_normal((min(N, 512), K), dtype=np.float32) / np.float32(K**0.5)
+    n_rows = min(N, 64 if isinstance(FORMATS[format], TrellisFormat) else 512)
+    w = rng.standard_normal((n_rows, K), dtype=np.float32) / np.float32(K**0.5)
     # the reference quantizer is fast, and this tests the product
     some = quantize(w, format, quantizer="reference")
     return QuantTensor(format, (N, K), some.data[np.arange(N) % max(1, len(some.data))])
@@ -128,10 +130,19 @@ _ON_DEVICES = (
     *((f, 28672, 4096, (1, 16, 32, 64)) for f in ("q4_k", "q3h", "q8_0", "q2_k")),
     *(("q4_0", N, K, (1, 8, 64)) for N, K in ((4096, 4096), (4096, 14336))),
     *((f, 14336, 4096, (1,)) for f in ("q4_0", "q6_k", "iq4_xs")),
+    *((f, 28672, 4096, (1, 16)) for f in ("nf4_b64", "q2t", "q4t")),
 )
 
 # prompts at the rate of the tensor cores
-_PROMPTS = (("q4_k", 512), ("q4_k", 1536), ("q8_0", 512), ("bf16", 512), ("bf16", 1536))
+_PROMPTS = (
+    ("nf4_b64", 512),
+    ("q2t", 512),
+    ("q4_k", 512),
+    ("q4_k", 1536),
+    ("q8_0", 512),
+    ("bf16", 512),
+    ("bf16", 1536),
+)
 
 CASES = [
     *(_case(f"{f}_one_row", 1, 37, 200, f, activations=a) for a in _BOTH for f in FORMS),
@@ -149,6 +160,7 @@ CASES = [
     ),
     _case("scaled_int4_g32", 1, 37, 203, "int4_g32", bias=True, scaled=True),
     _case("scaled_uint4_g64", 5, 37, 203, "uint4_g64", activations="int8", scaled=True),
+    _case("nf4_b64_odd", 7, 37, 600, "nf4_b64", bias=True),
     _case("one_row", 1, 20, 100, "q4", activations="bf16"),
     _case("long_rows", 7, 18, 4300, "q4", accumulate=True),
     _case("long_rows", 7, 18, 8500, "f16", activations="bf16", accumulate=True),

@@ -34,6 +34,7 @@ from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.cuda_gather import gather_columns
 from nbflow_kernels.formats.layout_mma import CHUNK, ROWS, UNIT, MmaLayout, MmaPacked
+from nbflow_kernels.formats.layout_mma_codes import FLOATS
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda as float_cuda
 from nbflow_kernels.quantized_matmul import cuda_dequant_gemm
@@ -224,7 +225,8 @@ def gemv_arguments(
 
 def _rounds_first(form: MmaLayout, activations: str) -> int:
     """Return whether activations are rounded to int8 and multiplied in `F32_SUMS`."""
-    return int(activations == "int8" and ActivationPrecision.of(form, activations) == F32)
+    rounds = activations == "int8" and form.takes_int8
+    return int(rounds and ActivationPrecision.of(form, activations) == F32)
 
 
 def grouped(
@@ -312,7 +314,8 @@ class GemmShape(NamedTuple):
     ) -> GemmShape:  # fmt: skip
         """Return the largest shape that fits the registers and the shared memory."""
         row_tiles, token_tiles = 2, 8 if arithmetic == ActivationPrecision.BF16 else 4
-        if arithmetic != ActivationPrecision.BF16 and form.sub_block == 16:
+        two_numbers = form.kind == FLOATS  # of a weight: twice the operands
+        if arithmetic != ActivationPrecision.BF16 and (form.sub_block == 16 or two_numbers):
             row_tiles = 1
         if max_shared_bytes is not None:
             while token_tiles > 1 and (

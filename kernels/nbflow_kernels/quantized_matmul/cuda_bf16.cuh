@@ -42,10 +42,10 @@ DEV void numbers_of(const Table& table, const u32* words, u32 of_row, int g, flo
   base *= TWO_FLOATS ? -high_f16(of_row) : FACTOR;
 }
 
-// Dequantize 64 columns to the operands of four MMA steps.
+// Dequantize 64 columns of chunk `odd` of a unit to the operands of four MMA steps.
 DEV void decode_bf16(
-    const Table& table, const Chunk& chunk, const Floats& floats, int tile, u32 weights[4][4]) {
-  decode_tile(table, chunk.w, tile, weights);
+    const Table& table, const Chunk& chunk, const Floats& floats, int odd, int tile, u32 weights[4][4]) {
+  codes_of_tile(table, chunk, floats, odd, tile, weights);
 #pragma unroll
   for (int h = 0; h < 2; h++) {
 #pragma unroll
@@ -65,16 +65,14 @@ DEV void decode_bf16(
           const u32 value = fma_bf16x2(fits ? pair : pair >> position,
                                        power_bf16x2(127 - (fits ? position : 0)), minus_bf16x2(WHOLE_ZERO));
           pair = fma_bf16x2(value, first, fma_bf16x2(value, second, 0));
-        } else {
+        } else if constexpr (UNIT_IN_SCALE) {
           // a code is a float16 subnormal: 2**-24 times 2**position
           const float up = __uint_as_float((127u - position) << 23) / UNIT;
-          const float c0 = low_f16(pair), c1 = high_f16(pair);
-          if constexpr (UNIT_IN_SCALE) {
-            const float from = HAS_ZERO ? -ZERO * scale : base;
-            pair = to_bf16x2(fmaf(scale * up, c0, from), fmaf(scale * up, c1, from));
-          } else {
-            pair = to_bf16x2(fmaf(scale, fmaf(c0, up, -ZERO), base), fmaf(scale, fmaf(c1, up, -ZERO), base));
-          }
+          const float from = HAS_ZERO ? -ZERO * scale : base;
+          pair = to_bf16x2(fmaf(scale * up, low_f16(pair), from), fmaf(scale * up, high_f16(pair), from));
+        } else {
+          const float2 values = values_of(table, pair, position);
+          pair = to_bf16x2(fmaf(scale, values.x, base), fmaf(scale, values.y, base));
         }
       }
     }

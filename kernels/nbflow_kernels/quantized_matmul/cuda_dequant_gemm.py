@@ -2,7 +2,7 @@
 
 With activations="bf16" both operands are bfloat16, which tensor cores multiply exactly and add in
 float32.  A panel fits the L2 cache, and its memory is reused for the next one.  With `wgmma` many
-tokens need no panels (`cuda_gemm_wgmma`).
+tokens need no panels (`cuda_gemm_wgmma`), except where decoding is slow (`decodes_tiles`).
 
 Weights in a user's format without integer codes are dequantized in the same way, to float32.
 """
@@ -22,6 +22,11 @@ from nbflow_kernels.matmul import cuda_mma
 from nbflow_kernels.quantized_matmul import cuda_gemm_wgmma
 
 PANEL_BYTES = 24 << 20  # half of the L2 cache of large devices
+MAX_GRID_ROWS = 65535
+"""Thread blocks along the second axis of a grid."""
+MAX_TRELLIS_TOKENS = 2 * cuda_gemm_wgmma.MAX_TOKENS
+"""Tokens up to which `wgmma` decodes a trellis in registers, for each tile anew; a panel for 128
+rows takes as long (about 830 cycles a step) as is lost by two tiles (430 to 510 each)."""
 
 _kernel = partial(cpp_kernel, __file__, "cuda_round_activations.cu")
 _round_rows = _kernel("round_rows", "f32* x, f32* out, i64 x_stride, i32 n_columns, i32 int8")
@@ -36,13 +41,20 @@ def has_mma_layout(w: QuantTensor) -> bool:
     return w.format.has_mma_layout
 
 
+def decodes_tiles(device: Any, w: QuantTensor, n_tokens: int) -> bool:
+    """Return whether `wgmma` multiplies, with weights decoded for each tile of tokens."""
+    if not has_mma_layout(w) or not float_cuda.use_wgmma(device, n_tokens):
+        return False
+    return n_tokens <= MAX_TRELLIS_TOKENS or not w.format.integer_form.trellis
+
+
 def qmatmul(x: Any, w: QuantTensor, bias: Any, accumulate: bool, out: Any) -> None:
     """Multiply with activations and weights rounded to bfloat16."""
     n_rows, n_columns = w.shape[0], w.n_stored_columns
-    has_units = has_mma_layout(w)
-    if has_units and float_cuda.use_wgmma(device_of(x), len(x)):
+    if decodes_tiles(device_of(x), w, len(x)):
         cuda_gemm_wgmma.multiply(x, w.units(), bias, accumulate, out)
         return
+    has_units = has_mma_layout(w)
     for row, stop in panels(n_rows, 2 * n_columns):
         panel = _unit_rows(w, row, stop) if has_units else _bf16_rows(w, row, stop)
         _multiply_bf16_panel(x, panel, has_units, bias, accumulate, out, row)
@@ -82,8 +94,8 @@ def unpack(w: MmaPacked, row: int, out: Any) -> None:
     """
     n_rows, n_columns = len(out), w.n_columns
     kernel = _unpack(w.form)
-    for first in range(0, n_rows, ROWS * 65535):  # limit of the grid
-        part = out[first : first + ROWS * 65535]
+    for first in range(0, n_rows, ROWS * MAX_GRID_ROWS):
+        part = out[first : first + ROWS * MAX_GRID_ROWS]
         grid = (ceil_div(ceil_div(n_columns, 128), 4), ceil_div(len(part), ROWS))
         args = (w.data, part, w.form.tile_bytes(w.n_columns), row + first, len(part), n_columns)
         kernel(grid, 128, args)
@@ -147,10 +159,11 @@ def _to_bits(x, out):
 
 
 def _rounded(x: Any, int8: bool) -> Any:
-    out = empty(x, x.shape)
-    _round_rows(
-        (ceil_div(x.shape[1], 256), len(x)), 256, (x, out, x.strides[0] // 4, x.shape[1], int(int8))
-    )
+    out, stride, n_columns = empty(x, x.shape), x.strides[0] // 4, x.shape[1]
+    for row in range(0, len(x), MAX_GRID_ROWS):
+        part = slice(row, row + MAX_GRID_ROWS)
+        grid = ceil_div(n_columns, 256), len(x[part])
+        _round_rows(grid, 256, (x[part], out[part], stride, n_columns, int(int8)))
     return out
 
 

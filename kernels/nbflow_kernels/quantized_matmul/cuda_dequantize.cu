@@ -16,12 +16,12 @@ extern "C" __global__ void __launch_bounds__(128) unpack(
   part.load_words(chunk_of(unit, chunk & 1), lane);
   Table table;
   table.load(n_rows >> 31, lane);
-  u32 operand[8][4];
-  decode_chunk(table, part.w, operand);
+  u32 codes[8][4];
+  codes_of_tile(table, part, floats, chunk & 1, 0, codes);
+  codes_of_tile(table, part, floats, chunk & 1, 1, codes + 4);
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int row = blockIdx.y * 16 + (lane >> 2) + 8 * h;
-    if (row >= n_rows) continue;
     u32 pairs[4];  // of two MMA steps
 #pragma unroll
     for (int s = 0; s < 8; s++) {
@@ -30,15 +30,12 @@ extern "C" __global__ void __launch_bounds__(128) unpack(
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const int k = chunk * CHUNK + 16 * s + 8 * j + 2 * (lane & 3);
-        // a code is a float16 subnormal: 2**-24 times 2**position
-        const float up = __uint_as_float((127u - position_of(2 * (s & 3) + j)) << 23) / UNIT;
-        const u32 codes = operand[s][2 * j + h];
-        const float v0 = fmaf(scale, low_f16(codes) * up - ZERO, base);
-        const float v1 = fmaf(scale, high_f16(codes) * up - ZERO, base);
+        const float2 values = values_of(table, codes[s][2 * j + h], position_of(2 * (s & 3) + j));
+        const float v0 = fmaf(scale, values.x, base), v1 = fmaf(scale, values.y, base);
         pairs[2 * (s & 1) + j] = to_bf16x2(k < n_columns ? v0 : 0.0f, k + 1 < n_columns ? v1 : 0.0f);
       }
       const int piece = chunk * CHUNK + 16 * (s - 1), stride = (n_columns + 31) / 32 * 32;
-      if ((s & 1) && piece < stride)
+      if ((s & 1) && piece < stride && row < n_rows)
         *(uint4*)(out + (long long)row * stride + piece + 8 * (lane & 3)) =
             make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }

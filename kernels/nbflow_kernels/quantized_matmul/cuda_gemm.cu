@@ -45,11 +45,11 @@ struct Tiles {
   }
 };
 
-// acc += weights . x for steps `first` to `end` of a chunk.  Calls `between` after the first step, and
+// acc += weights . x for steps `first` to `end` of chunk `odd` of a unit.  Calls `between` after the first step, and
 // `decoded` when the weight words are no longer needed.
 template <class Between, class Decoded>
 DEV void multiply(
-    const Table& table, const Tiles& now, const u8* stage, int first, int end, int groups, int lane,
+    const Table& table, const Tiles& now, int odd, const u8* stage, int first, int end, int groups, int lane,
     float (*acc)[ROW_TILES][4], Between between, Decoded decoded) {
   if constexpr (ARITHMETIC == BF16_SUMS) {
 #pragma unroll
@@ -59,7 +59,7 @@ DEV void multiply(
       if (own) {
 #pragma unroll
         for (int r = 0; r < ROW_TILES; r++)
-          decode_bf16(table, now.chunks[r], now.floats[r], tile, operand[r]);
+          decode_bf16(table, now.chunks[r], now.floats[r], odd, tile, operand[r]);
       }
       if (tile == 1) decoded();
       if (own) {
@@ -70,9 +70,12 @@ DEV void multiply(
       }
     }
   } else {
-    u32 operand[ROW_TILES][8][4];
+    u32 operand[ROW_TILES][8][OPERANDS];
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; r++) decode_chunk(table, now.chunks[r].w, operand[r]);
+    for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+      for (int tile = 0; tile < 2; tile++)
+        decode_tile(table, now.chunks[r], now.floats[r], odd, tile, operand[r] + 4 * tile);
     decoded();
 #pragma unroll
     for (int m = 0; m < TOKEN_TILES; m++) {
@@ -189,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemm(
       auto load_words = [&] { if (valid) now.load_words(from, second, next_odd, lane); };
       auto between = [&] { if (!WHOLE) end_splits(UNIT_STEPS * unit + 2 * odd + 1); };
       if (WHOLE || 2 * unit + odd < chunk_1)
-        multiply(table, now, shared + ((unit % RING) * 2 + odd) * STAGE, first - 2 * odd, end - 2 * odd,
+        multiply(table, now, odd, shared + ((unit % RING) * 2 + odd) * STAGE, first - 2 * odd, end - 2 * odd,
                  TOKEN_TILES + (n_rows >> 31), lane, acc, between, load_words);
       if (valid) now.load_scales(from, second, next_odd, lane);
       if (odd || (ARITHMETIC == BF16_SUMS && !WHOLE)) end_splits(UNIT_STEPS * unit + 2 * odd + 2);

@@ -35,12 +35,13 @@ struct Decoded {
   }
 
   DEV_METHOD void fetch(int step) {
+    const int odd = step >> 1 & 1;
     if (step & 1) {
-      decode_bf16(table, now, floats_now, 1, next);
+      decode_bf16(table, now, floats_now, odd, 1, next);
     } else {
       now = ahead, floats_now = floats_ahead;
       if (step / 2 + 1 < n_chunks) load(step / 2 + 1);
-      decode_bf16(table, now, floats_now, 0, next);
+      decode_bf16(table, now, floats_now, odd, 0, next);
     }
   }
 

@@ -141,7 +141,9 @@ DEV void stage(float4 v, u8* record, int n, int lane) {
       at[0] = (u16)high, at[2] = (u16)low;
       if (GROUPS == 1) at[1] = 0, at[3] = 0;
     } else {
-      *(float*)(record + Of::SUMS + n * Of::TOKEN + 4 * g) = sum * (HAS_MIN ? UNIT : -ZERO * UNIT);
+      float* at = (float*)(record + Of::SUMS + n * Of::TOKEN) + g;
+      at[0] = sum * (HAS_MIN ? UNIT : -ZERO * UNIT);
+      if (GROUPS == 1) at[1] = 0.0f;  // copied with the rest
     }
   }
   if (lane == 0) *(float*)(record + Of::FACTORS + n * 4) = factor;
@@ -163,16 +165,22 @@ DEV void stage(float4 v, u8* record, int n, int lane) {
 }
 
 // Columns whose products are added before their scale is applied.
-constexpr int PIECE = ARITHMETIC == INT8_SUMS && SUB_BLOCK > 32 ? 32 : SUB_BLOCK;
+// With two CODE_PARTS operands of 64 columns fill the registers.
+constexpr int PIECE = ARITHMETIC == INT8_SUMS && SUB_BLOCK > 32 ? 32
+                      : CODE_PARTS == 2 && SUB_BLOCK > 64 && !HAS_MIN ? 64 : SUB_BLOCK;
+static_assert(CODE_PARTS == 1 || ARITHMETIC != INT8_SUMS, "floats take no int8 activations");
 static_assert(ARITHMETIC != INT8_SUMS || TENSOR_SUMS || !(HAS_ZERO || HAS_MIN), "sums are not integers");
 
 // acc += factor * scale * (codes . x) + ..., for R row tiles and the tokens of a record.
+//
+// Both numbers of a weight in a codebook of floats are multiplied by `high`; the product of the rests is
+// left out, at most 2**-23 of the weight times the chunk's largest activation.
 //
 // The order of additions depends only on the chunk, so a token's result is the same in every kernel that
 // calls this.  before(i) is called before steps 4 i to 4 i + 3.
 template <int R, int NB, class Before>
 DEV void multiply_chunk(
-    Before before, const Table& table, const u32 (*operand)[8][4], const Chunk* chunk, const Floats* floats,
+    Before before, const Table& table, const u32 (*operand)[8][OPERANDS], const Chunk* chunk, const Floats* floats,
     const u8* record, int lane, float (*acc)[4]) {
   using Of = Record<NB>;
   constexpr int E = Of::RESULTS;
@@ -213,17 +221,28 @@ DEV void multiply_chunk(
         x_scale[e] = *(const float*)(record + Of::SCALES_AT + 4 * (p * PIECE / 32 * NB + Of::token(t, e)));
     }
     float c[R][4] = {};
-    // all `high` products first, whose sum is exact
+    const auto load = [&](int low, int step) {
+      if (step % 2 == 0) x[low] = *(const uint4*)(fragments + (step / 2) * Of::GROUP + low * 64 * NB);
+    };
+    const auto add = [&](int number, int low, int step) {
+      const u32 b0 = step % 2 ? x[low].z : x[low].x, b1 = step % 2 ? x[low].w : x[low].y;
 #pragma unroll
-    for (int low = 0; low < FRAGMENT_PARTS; low++)
+      for (int r = 0; r < R; r++) mma_f16(c[r], operand[r][step] + 4 * number, b0, b1);
+    };
+    // all `high` products first, whose sum is exact; of floats, whose is not, the small products first
+#pragma unroll
+    for (int pass = 0; pass < FRAGMENT_PARTS; pass++) {
+      const int low = CODE_PARTS == 2 ? 1 - pass : pass;
 #pragma unroll
       for (int step = p * PIECE / 16; step < (p + 1) * PIECE / 16; step++) {
-        if (low == 0 && step % 4 == 0) before(step / 4);
-        if (step % 2 == 0) x[low] = *(const uint4*)(fragments + (step / 2) * Of::GROUP + low * 64 * NB);
-#pragma unroll
-        for (int r = 0; r < R; r++)
-          mma_f16(c[r], operand[r][step], step % 2 ? x[low].z : x[low].x, step % 2 ? x[low].w : x[low].y);
+        if (pass == 0 && step % 4 == 0) before(step / 4);
+        load(low, step);
+        add(0, low, step);
+        if constexpr (CODE_PARTS == 2) {
+          if (pass == 0) load(0, step), add(1, 0, step);
+        }
       }
+    }
     if constexpr (!TENSOR_SUMS && HAS_ZERO) {
 #pragma unroll
       for (int r = 0; r < R; r++)

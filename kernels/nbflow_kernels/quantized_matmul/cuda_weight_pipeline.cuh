@@ -46,14 +46,14 @@ DEV void multiply_unit(
           const int step = 2 * odd + tile;
           const bool own_step = WHOLE || (first <= step && step < end);
           u32 operand[1][4][4];
-          if (own_step) decode_bf16(table, chunk, floats, tile, operand[0]);
+          if (own_step) decode_bf16(table, chunk, floats, odd, tile, operand[0]);
           if (tile == 1 && valid) chunk.load_words(from, lane);
           if (own_step) multiply_tile<1, NB>(operand, record, tile, lane, (float(*)[4])acc);
         }
       } else {
-        u32 operand[1][8][4];
+        u32 operand[1][8][OPERANDS];
         auto before = [&](int tile) {
-          decode_tile(table, chunk.w, tile, operand[0] + 4 * tile);
+          decode_tile(table, chunk, floats, odd, tile, operand[0] + 4 * tile);
           if (tile == 1 && valid) chunk.load_words(from, lane);
         };
         multiply_chunk<1, NB>(before, table, operand, &chunk, &floats, record, lane, (float(*)[4])acc);

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_ptx.errors import LaunchError, OutOfMemory, position
+from nbflow_ptx.parsing.syntax import Module
 
 #: Where the address windows of the memory spaces begin in generic addresses.
 SHARED_BASE = 1 << 40
@@ -73,7 +74,7 @@ class Device:
         """Bytes allocated at present: of the device, and of the host's memory that is mapped."""
         self.peak_device_bytes = 0
         """Most `device_bytes` there have been."""
-        self.variables: dict[str, Allocation] = {}  # of modules
+        self.variables: dict[Module, dict[str, Allocation]] = {}
         self.histories: dict[tuple[int, bool], Any] = {}
         """Access histories (`races.Cells`) of launches, by granule and width of a cluster."""
         self._workspace: Allocation | None = None

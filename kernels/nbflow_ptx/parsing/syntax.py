@@ -158,9 +158,9 @@ class Function:
     cluster: tuple[int, ...] = (1,)
 
 
-@dataclass
+@dataclass(eq=False)
 class Module:
-    """A parsed PTX text."""
+    """A parsed PTX text; two of them have variables of their own, even with equal texts."""
 
     version: str = ""
     target: str = ""
