@@ -29,6 +29,8 @@ AUTO = "auto"
 """Partition setting that lets the planner choose."""
 STORED = "stored"
 """Setting of weights that keeps the formats of the checkpoint."""
+MAX_TEXT_BYTES = 1 << 30
+"""Longest text that is tokenized."""
 MEASURED = "measured"
 """Machine setting that measures the sweep's own machine."""
 
@@ -288,8 +290,12 @@ def text_file(
     model: str | os.PathLike[str],
     text: str | os.PathLike[str] | None = None,
     spec: str | None = None,
+    reference: str | None = None,
 ) -> Path:
-    """Return `text`, or the ``eval.txt`` in the folder of a model's weights, which are not read."""
+    """Return `text`, or the ``eval.txt`` in the folder of a model's weights, which are not read.
+
+    A model without one, e.g. a quantized checkpoint, has that of its `reference`.
+    """
     from nbflow.spec import resolve
 
     if text is not None:
@@ -299,17 +305,23 @@ def text_file(
         return path
     weights = resolve(model, spec=spec).path
     path = (weights if weights.is_dir() else weights.parent) / "eval.txt"
-    if not path.is_file():
-        raise UsageError(f"{model} brings no eval.txt; name a text with --text FILE (text=)")
-    return path
+    if path.is_file():
+        return path
+    if reference is not None:
+        return text_file(reference)
+    raise UsageError(f"{model} brings no eval.txt; name a text with --text FILE (text=)")
 
 
-def tokenize(model: str, text: str) -> tuple[np.ndarray, int | None]:
-    """Return the ids of a text, int64 (N,), and the BOS id if the model's inputs begin with it."""
+def tokenize(model: str, path: Path) -> tuple[np.ndarray, int | None]:
+    """Return the ids of a text file, int64 (N,), and the BOS id if inputs begin with it.
+
+    Raises `UsageError` if the file is longer than `MAX_TEXT_BYTES`, or not UTF-8.
+    """
     import nbflow
+    from nbflow.utils.binary_file import read_text
 
     tokenizer = nbflow.load_tokenizer(model)
-    ids = np.asarray(tokenizer.encode(text), np.int64)
+    ids = np.asarray(tokenizer.encode(read_text(path, MAX_TEXT_BYTES, "a text")), np.int64)
     begun = tokenizer.encode("a", add_special_tokens=True)
     bos = tokenizer.bos_id
     return ids, bos if bos is not None and begun and begun[0] == bos else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from nbflow_experiments.measures import MEASURES
-from nbflow_experiments.settings import SETTINGS
 
 STATUS: dict[str, str] = {
     "point": "identifier, the first 12 digits of the sha256 of all inputs of the point",
@@ -158,11 +157,9 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
 
 
 def points_table() -> str:
-    """Return Markdown tables of all columns."""
+    """Return a Markdown table of all columns but the settings."""
     lines = ["| status | meaning |", "|---|---|"]
     lines += [f"| `{name}` | {meaning} |" for name, meaning in STATUS.items()]
-    lines += ["| **setting** | **meaning** |"]
-    lines += [f"| `{name}` | {_cell(s.meaning)} |" for name, s in SETTINGS.items()]
     for measure, columns in METRICS.items():
         extra = "" if measure not in MEASURES or MEASURES[measure].by_default else " (on request)"
         lines.append(f"| **{measure or 'format'}**{extra} | |")

@@ -60,7 +60,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "convolution": ("causal_conv1d",),
     "delta_rule": ("gated_delta_rule",),
-    "gating": ("gated_product", "log_decay", "extend_heads"),
+    "gating": ("gated_product", "log_decay", "clip", "extend_heads"),
     "hadamard": ("hadamard_transform",),
     "product_keys": ("gathered_dot", "product_key_routing"),
     "row_statistics": ("match_rms", "row_moments", "gaussian_topk"),

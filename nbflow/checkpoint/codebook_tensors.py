@@ -33,6 +33,8 @@ from nbflow_kernels.formats.nf4_fp4 import BLOCK_SIZES, CODEBOOKS, float_codeboo
 KINDS = ("nf4", "fp4")
 _STATE = ".quant_state.bitsandbytes__"
 _MAX_STATE_BYTES = 1 << 16
+_MAX_BLOCK = 1 << 16
+"""Weights per scale; the library has at most 4096."""
 
 
 @dataclass(frozen=True)
@@ -143,14 +145,17 @@ def _read_state(entry: TensorEntry) -> _State:
     text = np.empty(math.prod(entry.shape), np.uint8)
     entry.file.read_into(text.data, entry.offset)
     facts: dict[str, Any] = parse_object(text.tobytes(), where)
-    shape, block = facts.get("shape"), facts.get("blocksize")
+    shape: Any = facts.get("shape")
+    block: Any = facts.get("blocksize")
     nested = facts.get("nested_blocksize", 0)
     offset = facts.get("nested_offset", 0.0)
     known = isinstance(shape, list) and len(shape) == 2 and all(map(_is_count, shape))
     if not known or not _is_count(block) or not (nested == 0 or _is_count(nested)):
         raise UsageError(f"{where} needs shape, two numbers, and blocksize, got {shown(facts)}")
-    if not isinstance(offset, int | float):
-        raise UsageError(f"{where}: nested_offset must be a number, got {shown(offset)}")
+    if block > _MAX_BLOCK:
+        raise UsageError(f"{where}: blocksize must be at most {_MAX_BLOCK}, got {block}")
+    if not isinstance(offset, int | float) or not abs(offset) < 2**128:
+        raise UsageError(f"{where}: nested_offset must be a finite number, got {shown(offset)}")
     numbers: Any = (shape, block, nested)
     (n_rows, n_columns), block, nested = numbers
     return _State((n_rows, n_columns), block, nested, float(offset))

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.formats.column_order import order_by_group
 from nbflow_kernels.formats.grouped import BLOCK_SIZES, GroupFormat, group_format
+from nbflow_kernels.formats.registry import QuantFormat
 
 Span = tuple[int, int]
+
+
+class StoredColumns(Protocol):
+    """How a matrix stores its columns if not one after the other as they are."""
+
+    def format(self, columns: Span) -> QuantFormat:
+        """Return the format of a span of columns, as a rank holds it."""
+
+    def n_stored(self, columns: Span) -> int:
+        """Return the stored columns of a span, padding included."""
+
+    def extra_bytes(self, columns: Span) -> int:
+        """Return the bytes that a span needs beside its blocks."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,10 @@ class ColumnGroups:
         """Return the stored columns of a span, padding included."""
         format = self.format(columns)
         return self._n_blocks(columns, format) * format.block_size
+
+    def extra_bytes(self, columns: Span) -> int:
+        """Return the bytes of the order of a span of columns."""
+        return 4 * self.n_stored(columns)
 
     def ordered(self, columns: Span) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return the order of a span of columns, and the group of each block."""

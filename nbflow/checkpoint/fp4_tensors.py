@@ -9,9 +9,9 @@ compressed-tensors  weight_packed, weight_scale,           weight_scale / weight
 ==================  =====================================  ====================================
 
 Codes are E2M1, two in a byte (N, K / 2), the first in the low nibble; scales are E4M3 (N, K / 16),
-and float32 (1,) for the tensor.  A weight is the product of its value and the scale of its block,
-which is rounded to float32: the format e2m1_g16_f32.  MXFP4 has one E8M0 byte (N, K / 32) and is
-read as the format mxfp4; Quark stores it as weight and weight_scale.
+or (N, K / 32), and float32 (1,) for the tensor.  A weight is the product of its value and the scale
+of its block, which is rounded to float32: the format e2m1_g16_f32.  MXFP4 has one E8M0 byte
+(N, K / 32) and is read as the format mxfp4; Quark stores it as weight and weight_scale.
 
 Sources: compressed-tensors 0.20, compressors/nvfp4 and compressors/mxfp4; ModelOpt 0.39,
 torch/quantization/qtensor/nvfp4_tensor.py.
@@ -57,6 +57,8 @@ class Fp4Parts:
     """None: scales of blocks alone."""
     divides: bool = False
     """True if the scale of the tensor divides."""
+    group: int = GROUP
+    """Weights per scale: 16, or a multiple."""
     swizzled: bool = False
     """True if scales are stored in the tiles that cuBLAS reads (`swizzled_shape`)."""
 
@@ -75,9 +77,8 @@ class Fp4Parts:
     def blocks(self, read: Read, format: Any, rows: Span, columns: Span) -> NDArray[np.uint8]:
         """Return the bytes of rows in e2m1_g16_f32, columns in whole blocks."""
         codes = read(self.codes, rows, (columns[0] // 2, columns[1] // 2))
-        scales: NDArray[Any] = self._block_scales(
-            read, rows, (columns[0] // GROUP, columns[1] // GROUP)
-        )
+        blocks = columns[0] // GROUP, columns[1] // GROUP
+        scales: NDArray[Any] = self._block_scales(read, rows, blocks)
         if self.tensor_scale is not None:
             of_tensor = read(self.tensor_scale, None, None).reshape(())
             with np.errstate(all="ignore"):  # a file may hold 0 or NaN
@@ -90,7 +91,11 @@ class Fp4Parts:
     def _block_scales(self, read: Read, rows: Span, blocks: Span) -> NDArray[np.float32]:
         """Return the scales of blocks, float32 (rows, blocks)."""
         if not self.swizzled:
-            return read(self.scales, rows, blocks).astype(np.float32)
+            each = self.group // GROUP
+            first, last = blocks[0] // each, -(-blocks[1] // each)
+            stored = read(self.scales, rows, (first, last)).astype(np.float32)
+            of_blocks = np.repeat(stored, each, axis=1)[:, blocks[0] - first * each :]
+            return of_blocks[:, : blocks[1] - blocks[0]]
         first = rows[0] // TILE_ROWS
         stored = read(self.scales, (32 * first, 32 * -(-rows[1] // TILE_ROWS)), None)
         # (row tile, column tile, row % 32, row // 32 % 4, column): rows of tiles are contiguous
@@ -139,10 +144,12 @@ def _joined(entry: TensorEntry, held: Mapping[str, TensorEntry], method: str) ->
         _check(where, scales, ("u8",), (n_rows, n_columns // MXFP4_BLOCK), n_columns, MXFP4_BLOCK)
         scaled = Scaled(entry, scales, (1, MXFP4_BLOCK))
         return _matrix(entry, stem, "mxfp4", (n_rows, n_columns), scaled)
-    _check(where, scales, ("f8_e4m3",), (n_rows, n_columns // GROUP), n_columns, GROUP)
+    group = 2 * GROUP if scales.shape == (n_rows, n_columns // (2 * GROUP)) else GROUP
+    _check(where, scales, ("f8_e4m3",), (n_rows, n_columns // group), n_columns, group)
     if of_tensor is None or of_tensor.dtype != "f32" or math.prod(of_tensor.shape) != 1:
         raise UsageError(f"{where} needs the scale of the tensor, {stem}{tensor_name}, one float32")
-    parts = Fp4Parts(entry, scales, of_tensor, divides=method == "compressed-tensors")
+    divides = method == "compressed-tensors"
+    parts = Fp4Parts(entry, scales, of_tensor, divides, group)
     return _matrix(entry, stem, E2M1_G16_F32.name, (n_rows, n_columns), parts)
 
 

@@ -6,13 +6,13 @@ Every key that changes the values of weights is checked; a value that is not kno
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nbflow.checkpoint.codebook_tensors import KINDS
 from nbflow.checkpoint.grouped_tensors import GroupedStorage
-from nbflow.checkpoint.module_patterns import regular, shell
+from nbflow.checkpoint.module_patterns import EVERY, regular, shell
 from nbflow.utils.json_file import read_object
 from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError
@@ -45,10 +45,14 @@ def read_config(path: Path) -> dict[str, Any] | None:
 def check_keys(
     table: Mapping[str, Any], at: str, known: Mapping[str, Sequence[Any]], required: bool = False
 ) -> None:
-    """Raise for the first key with an unsupported value, or missing if required."""
+    """Raise for the first key with an unsupported value, or missing if required.
+
+    4.0 does not stand for 4, nor 1 for true: readers compute with the values.
+    """
     for key, allowed in known.items():
         value = table.get(key)
-        if (value is not None or required) and value not in allowed:
+        is_known = any(type(value) is type(one) and value == one for one in allowed)
+        if (value is not None or required) and not is_known:
             raise UsageError(
                 f"{at}.{key} = {shown(value)} is not supported; it must be "
                 + " or ".join(map(repr, allowed))
@@ -150,40 +154,54 @@ def torchao(table: Mapping[str, Any], at: str) -> tuple[int, int | None] | str |
     return 4, group_size(size, f"{at}.quant_type.default.group_size")
 
 
-def quark(table: Mapping[str, Any], at: str) -> str | GroupedStorage:
-    """Read quant_method quark: return "fp8", "quark-mxfp4" or the storage of integers."""
-    if table.get("layer_type_quant_config"):
-        raise UsageError(
-            f"{at}.layer_type_quant_config: settings by the class of modules are not supported; "
-            "export the model with settings by name (layer_quant_config)"
-        )
-    return _quark_weights(table.get("global_quant_config"), table, f"{at}.global_quant_config", at)
+QuarkRule = tuple[re.Pattern[str], str | GroupedStorage | None]
 
 
-def quark_modules(
-    table: Mapping[str, Any], at: str
-) -> list[tuple[re.Pattern[str], str | GroupedStorage | None]]:
-    """Read settings of single modules of Quark (`layer_quant_config`), and those left out."""
-    settings, excluded = table.get("layer_quant_config") or {}, table.get("exclude") or []
-    if not isinstance(settings, Mapping) or not isinstance(excluded, list):
-        raise UsageError(
-            f"{at}: layer_quant_config must be a table and exclude a list, got {shown(settings)} "
-            f"and {shown(excluded)}"
-        )
-    if not settings:
-        return []
-    found: list[tuple[re.Pattern[str], str | GroupedStorage | None]] = []
-    found += [(shell(text, f"{at}.exclude"), None) for text in excluded]
-    for text, one in settings.items():
-        where = f"{at}.layer_quant_config.{shown(text)}"
-        found.append((shell(text, where), _quark_weights(one, table, where, at)))
-    return found
+def quark(table: Mapping[str, Any], at: str) -> tuple[str | GroupedStorage, list[QuarkRule]]:
+    """Read quant_method quark: return the storage of matrices, and the settings of single modules.
+
+    A storage is "fp8", "quark-mxfp4" or that of integers.  Names count before the class of modules,
+    of which only that of matrices can be followed, and before the settings of all.
+    """
+    settings, by_class = table.get("layer_quant_config"), table.get("layer_type_quant_config")
+    excluded = table.get("exclude") or []
+    rules: list[QuarkRule] = []
+    for key, text, one in _quark_settings(settings, by_class, excluded, at):
+        where = f"{at}.{key}.{shown(text)}"
+        storage = None if key == "exclude" else _quark_weights(one, table, where, at)
+        if key != "layer_type_quant_config":
+            rules.append((shell(text, where), storage))
+        elif text == "Linear":
+            rules.append((EVERY, storage))
+        elif storage is not None:
+            raise UsageError(f"{where}: quantized modules of class {text} are not supported")
+    others = [storage for _, storage in rules if storage is not None]
+    where = f"{at}.global_quant_config"
+    of_all = _quark_weights(table.get("global_quant_config"), table, where, at, bool(others))
+    if not others:
+        assert of_all is not None
+        return of_all, []
+    return others[0] if of_all is None else of_all, [*rules, (EVERY, of_all)]
+
+
+def _quark_settings(
+    by_name: Any, by_class: Any, excluded: Any, at: str
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield key, pattern or class, and settings of modules; the first that match count."""
+    for key, value in (("layer_quant_config", by_name), ("layer_type_quant_config", by_class)):
+        if not isinstance(value or {}, Mapping):
+            raise UsageError(f"{at}.{key} must be a table of modules, got {shown(value)}")
+    if not isinstance(excluded, list):
+        raise UsageError(f"{at}.exclude must be a list of modules, got {shown(excluded)}")
+    yield from (("exclude", text, None) for text in excluded)
+    yield from (("layer_quant_config", *item) for item in (by_name or {}).items())
+    yield from (("layer_type_quant_config", *item) for item in (by_class or {}).items())
 
 
 def _quark_weights(
-    whole: Any, table: Mapping[str, Any], where: str, at: str
-) -> str | GroupedStorage:
-    """Read the settings of weights in a table of Quark."""
+    whole: Any, table: Mapping[str, Any], where: str, at: str, optional: bool = True
+) -> str | GroupedStorage | None:
+    """Read the settings of weights in a table of Quark; None if it has none."""
     export = table.get("export")
     if export is not None and not isinstance(export, Mapping):
         raise UsageError(f"{at}.export must be a table, got {shown(export)}")
@@ -192,6 +210,8 @@ def _quark_weights(
     check_keys(export, f"{at}.export", packs)
     weights = whole.get("weight") if isinstance(whole, Mapping) else None
     at = f"{where}.weight"
+    if weights is None and optional:
+        return None
     if not isinstance(weights, Mapping):
         raise UsageError(f"{at} must be a table, got {shown(weights)}")
     dtypes = ("int4", "uint4", "fp8_e4m3", "fp4")

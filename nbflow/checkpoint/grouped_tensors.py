@@ -11,6 +11,8 @@ packed      weight_packed int32 (N, K b / 32) of codes + 2**(b - 1); weight_scal
             weight_zero_point int32 (N b / 32, G), packed along N; weight_g_idx (K)
 quark       weight and weight_zero_point as qweight and qzeros of awq, or in the order of columns;
             codes and zero points less 8 if they are signed; weight_scale (G, N)
+row_pairs   weight uint8 (N / 2, K): codes less 8 of rows 2 i, in low nibbles, and 2 i + 1;
+            weight_scale (N, G), whose shape gives the groups
 int8        weight int8 (N, K); weight_scale (N, G), or SCB (N), 127 times the scale;
             weight_zero_point int8 (N, G)
 ==========  ==================================================================================
@@ -22,7 +24,7 @@ group that 16 does not divide, or zero points with float32 scales) is read as fl
 
 Sources: AutoGPTQ 0.7 (qlinear_cuda_old.py), GPTQModel 7.7 (converter.py), AutoAWQ 0.2
 (packing_utils.py), compressed-tensors 0.20 (pack_quantized/helpers.py), bitsandbytes 0.50,
-Quark 0.13 (torch/utils/pack.py).
+Quark 0.13 (torch/utils/pack.py), ModelOpt 0.47 (torch/export/quant_utils.py, row_pairs).
 """
 
 from __future__ import annotations
@@ -54,8 +56,13 @@ _NAMES = {  # layout -> names of codes, scales, zero points, groups of columns
     "quark": (".weight", (".weight_scale",), ".weight_zero_point", ".weight_g_idx"),
     "packed": (".weight_packed", (".weight_scale",), ".weight_zero_point", ".weight_g_idx"),
     "int8": (".weight", (".weight_scale", ".SCB"), ".weight_zero_point", ".weight_g_idx"),
+    "row_pairs": (".weight", (".weight_scale",), ".weight_zero_point", ".weight_g_idx"),
 }
-_UNUSED = (".weight_shape", ".weight_format", ".input_scale", ".input_zero_point")
+_TYPES = {"int8": "i8", "row_pairs": "u8"}
+"""Type of codes that are not words of 32 bits."""
+_UNUSED = (
+    ".weight_shape", ".weight_format", ".input_scale", ".input_zero_point", ".weight_scale_2",
+)  # fmt: skip
 """Tensors that say nothing more about the weights."""
 
 
@@ -64,7 +71,7 @@ class GroupedStorage:
     """Storage of the matrices of a checkpoint, by its configuration."""
 
     layout: str
-    """"gptq", "awq", "quark", "packed" or "int8"."""
+    """"gptq", "awq", "quark", "packed", "row_pairs" or "int8"."""
     bits: int
     """Bits per code."""
     group: int | None = None
@@ -77,6 +84,11 @@ class GroupedStorage:
     """True if quark's codes and zero points are signed."""
     in_order: bool = False
     """True if quark's words have the order of columns."""
+
+    @property
+    def in_words(self) -> bool:
+        """True if codes are in words of 32 bits."""
+        return self.layout not in _TYPES
 
     @property
     def words_of_rows(self) -> bool:
@@ -161,6 +173,10 @@ class GroupedParts:
         layout, bits = self.storage.layout, self.storage.bits
         if layout == "int8":
             return read(self.codes, rows, columns).view(np.uint8) ^ np.uint8(128)
+        if layout == "row_pairs":
+            pairs = read(self.codes, (rows[0] // 2, -(-rows[1] // 2)), columns)
+            found = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1, pairs.shape[1])
+            return np.ascontiguousarray(found[rows[0] % 2 :][: rows[1] - rows[0]]) ^ np.uint8(8)
         if self.storage.words_of_rows:
             words = rows[0] // 8, -(-rows[1] // 8)
             found = self._of_rows(read(self.codes, columns, words))
@@ -332,8 +348,8 @@ def _join(
     """Return codes with their scales as one tensor; others unchanged."""
     code_name, scale_names, zero_name, order_name = _NAMES[storage.layout]
     stem = entry.name.removesuffix(code_name)
-    wanted = "i8" if storage.layout == "int8" else "i32"
-    floats = storage.layout in ("int8", "quark") and entry.dtype != wanted
+    wanted = _TYPES.get(storage.layout, "i32")
+    floats = code_name == ".weight" and entry.dtype != wanted
     if stem == entry.name or floats:  # a matrix that was left alone
         return entry
     where = f"{entry.file.path}: tensor {shown(entry.name)}"
@@ -349,6 +365,8 @@ def _join(
             f"{entry.shape} and {scales.dtype}"
         )
     shape = _shape(entry, storage, where)
+    if storage.layout == "row_pairs":
+        storage = replace(storage, group=_equal_groups(scales, shape[1], where))
     zeros = held.get(stem + zero_name)
     parts = GroupedParts(storage, entry, scales, zeros, shape)
     _check_shapes(parts, where)
@@ -368,8 +386,8 @@ def _join(
 def _shape(entry: TensorEntry, storage: GroupedStorage, where: str) -> tuple[int, int]:
     """Return rows and columns of the matrix."""
     n, m = entry.shape
-    if storage.layout == "int8":
-        return n, m
+    if not storage.in_words:
+        return n * 8 // storage.bits, m
     if storage.words_of_rows:
         return 8 * m, n
     n_rows, n_words = (m, n) if storage.layout == "gptq" else (n, m)
@@ -378,6 +396,17 @@ def _shape(entry: TensorEntry, storage: GroupedStorage, where: str) -> tuple[int
             f"{where} of shape {entry.shape} must hold whole codes of {storage.bits} bits"
         )
     return n_rows, 32 * n_words // storage.bits
+
+
+def _equal_groups(scales: TensorEntry, n_columns: int, where: str) -> int:
+    """Return the columns per scale of a row's scales."""
+    n_groups = scales.shape[1] if len(scales.shape) == 2 else 1
+    if n_groups < 1 or n_columns % n_groups:
+        raise UsageError(
+            f"{where}: scales must divide {n_columns} columns into equal groups, got "
+            f"{scales.dtype} {scales.shape}"
+        )
+    return n_columns // n_groups
 
 
 def _check_shapes(parts: GroupedParts, where: str) -> None:

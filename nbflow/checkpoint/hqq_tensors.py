@@ -223,4 +223,6 @@ def _read(entry: TensorEntry, count: int | None) -> NDArray[Any]:
         )
     found = np.empty(n, types[entry.dtype])
     entry.file.read_into(found.view(np.uint8).data, entry.offset)
+    if not np.isfinite(found).all():
+        raise UsageError(f"{entry.file.path}: tensor {shown(entry.name)} must be finite numbers")
     return found

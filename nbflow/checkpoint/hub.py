@@ -111,11 +111,11 @@ def _check_one(repo: str, weights: list[str], what: str, others: list[str]) -> N
         )
 
 
-def _shortened(names: Iterable[str], most: int = 12) -> str:
-    """Return at most a few names for a message."""
+def _shortened(names: Iterable[str]) -> str:
+    """Return at most 12 names for a message."""
     listed = list(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more if listed else "none"
+    more = f" and {len(listed) - 12} more" if len(listed) > 12 else ""
+    return ", ".join(listed[:12]) + more if listed else "none"
 
 
 def is_repo_name(name: str) -> bool:

@@ -9,8 +9,12 @@ quark               shell pattern of the whole name
 modelopt            the name
 ==================  ==========================================================================
 
-Sources: GPTQModel 7.7 (quantization/config.py), compressed-tensors 0.20 (utils/match.py), Quark
-0.13 (quant_config_parser.py), ModelOpt 0.47 (convert_hf_config.py).
+Modules that are not quantized are listed in the same ways, those of transformers by beginnings and
+ends of names (`left_out`).
+
+Sources: transformers 5.24 (quantizers/quantizers_utils.py), GPTQModel 7.7 (quantization/config.py),
+compressed-tensors 0.20 (utils/match.py), Quark 0.13 (quant_config_parser.py), ModelOpt 0.47
+(convert_hf_config.py).
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nbflow.utils.safe_repr import shown
@@ -89,3 +95,72 @@ def target(text: Any, at: str) -> tuple[int, str, re.Pattern[str]]:
     if text.isidentifier() and text[0].isupper():
         return 2, text, EVERY
     return 0, text, exact(text)
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """Set of module names, some by their parts."""
+
+    whole: frozenset[str] = frozenset()
+    starts: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    """Texts anywhere in a name."""
+    patterns: tuple[re.Pattern[str], ...] = ()
+    only_ends: tuple[str, ...] = ()
+    """If there are any, names with other ends belong to the set."""
+
+    def __contains__(self, name: str) -> bool:
+        return (
+            name in self.whole
+            or name.startswith(self.starts)
+            or name.endswith(self.ends)
+            or (bool(self.only_ends) and not name.endswith(self.only_ends))
+            or any(part in name for part in self.parts)
+            or any(pattern.match(name) for pattern in self.patterns)
+        )
+
+
+NONE = ModuleNames()
+"""The empty set."""
+_LISTS = ("modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers", "skip_modules")
+"""Keys with the modules that transformers and vLLM leave as they are."""
+
+
+def left_out(method: str, table: Mapping[str, Any], at: str) -> ModuleNames:
+    """Return the modules that a configuration leaves as floats.
+
+    The tensors of a checkpoint show them, too; plans from config.json alone need the names.
+
+    Examples
+    --------
+    >>> names = left_out("fp8", {"modules_to_not_convert": ["lm_head", "mlp.gate"]}, "config")
+    >>> ["model.layers.0.mlp.gate" in names, "model.layers.0.mlp.gate_proj" in names]
+    [True, False]
+    """
+    if method == "gptq":
+        inner = table.get("modules_in_block_to_quantize") or []
+        flat = [x for each in inner for x in (each if isinstance(each, list) else [each])]
+        return ModuleNames(only_ends=tuple(map(str, flat)))
+    if method == "compressed-tensors":
+        targets = [target(text, f"{at}.ignore") for text in _texts(table, ["ignore"], at)]
+        patterns = (pattern for rank, _, pattern in targets if rank < 2)  # no classes
+        return ModuleNames(patterns=tuple(patterns))
+    if method in ("modelopt", "quark"):
+        texts = _texts(table, ["ignore", "exclude_modules", "exclude"], at)
+        plain = frozenset(text for text in texts if not any(c in text for c in "*?["))
+        return ModuleNames(plain, patterns=tuple(shell(t, at) for t in texts if t not in plain))
+    names = tuple(_texts(table, _LISTS, at))
+    return ModuleNames(parts=names) if method == "awq" else ModuleNames(starts=names, ends=names)
+
+
+def _texts(table: Mapping[str, Any], keys: Iterable[str], at: str) -> list[str]:
+    """Return the texts of lists in a table."""
+    found: list[str] = []
+    for key in keys:
+        value = table.get(key) or []
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise UsageError(f"{at}.{key} must be a list of module names, got {shown(value)}")
+        found += filter(None, texts)
+    return found

@@ -19,9 +19,10 @@ bitsandbytes        X.weight int8, X.SCB              code * scale / 127 of its 
 (8 bits)
 bitsandbytes        X.weight, X.weight.absmax ...     codebook[code] * scale of its block
 (4 bits)
-modelopt (NVFP4,    X.weight or X.weight_packed,      value(code) * scale of its block
-FP8), compressed-   X.weight_scale, a scale of the
-tensors (FP4)       tensor
+modelopt (NVFP4),   X.weight or X.weight_packed,      value(code) * scale of its block
+compressed-tensors  X.weight_scale, a scale of the
+(FP4)               tensor
+modelopt (others)   X.weight, X.weight_scale          as for the method of the same kind
 hqq                 X.W_q, X.scale, X.zero            (code - zero) * scale, zero a float
 torchao             X._weight_qdata, X._weight_scale  as for the method of the same kind
 quark               X.weight, X.weight_scale,         the same
@@ -29,7 +30,7 @@ quark               X.weight, X.weight_scale,         the same
 ==================  ================================  =============================================
 
 `grouped_tensors`, `codebook_tensors`, `fp4_tensors`, `hqq_tensors` and `torchao_tensors` have the
-layouts from gptq on.
+layouts from gptq on, `column_scales` factors of columns (X.pre_quant_scale).
 
 "scale_inv" is a factor, too, despite its name.  Scales of activations, keys and values do not
 affect weights and are ignored.
@@ -50,6 +51,7 @@ from typing import Any
 from nbflow.checkpoint.codebook_tensors import KINDS as CODEBOOK_KINDS
 from nbflow.checkpoint.codebook_tensors import planned_format as planned_codebook_format
 from nbflow.checkpoint.codebook_tensors import with_codebooks
+from nbflow.checkpoint.column_scales import with_column_scales
 from nbflow.checkpoint.dequantize_scaled import MXFP4_BLOCK, Scaled
 from nbflow.checkpoint.fp4_tensors import NAMES as FP4_METHODS
 from nbflow.checkpoint.fp4_tensors import with_fp4
@@ -62,12 +64,19 @@ from nbflow.checkpoint.grouped_config import (
     gptq_modules,
     hqq,
     quark,
-    quark_modules,
     torchao,
 )
 from nbflow.checkpoint.grouped_tensors import GroupedStorage, grid_block, with_groups
 from nbflow.checkpoint.hqq_tensors import with_hqq
-from nbflow.checkpoint.module_patterns import EVERY, LONGEST_NAME, exact, target
+from nbflow.checkpoint.module_patterns import (
+    EVERY,
+    LONGEST_NAME,
+    NONE,
+    ModuleNames,
+    exact,
+    left_out,
+    target,
+)
 from nbflow.checkpoint.strided_read import is_contiguous
 from nbflow.checkpoint.torchao_tensors import with_torchao
 from nbflow.checkpoint.weight_file import TensorEntry
@@ -136,6 +145,8 @@ class Quantization:
     modules: tuple[tuple[re.Pattern[str], Quantization | None], ...] = ()
     """Patterns of names of modules with settings of their own, the first that matches counts;
     None: not quantized."""
+    left_out: ModuleNames = NONE
+    """Modules that are not quantized.  The tensors show that; this is for plans without them."""
 
     def of(self, module: str) -> Quantization | None:
         """Return the storage of a module's matrix, or None if it is not quantized."""
@@ -146,6 +157,10 @@ class Quantization:
             )
         found = (settings for pattern, settings in self.modules if pattern.match(module))
         return next(found, replace(self, modules=()))
+
+    def by_config(self, module: str) -> Quantization | None:
+        """Return the storage of a module's matrix, or None, by the configuration alone."""
+        return None if module in self.left_out else self.of(module)
 
     def planned_format(self, n_columns: int, dtype: object) -> str:
         """Return the format of a matrix by the configuration alone.
@@ -175,8 +190,9 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
     Examples
     --------
     >>> fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    >>> read_quantization({"quantization_config": fp8}, "config.json")
-    Quantization(format='fp8', block=(128, 128), grouped=None, planned=None, modules=())
+    >>> found = read_quantization({"quantization_config": fp8}, "config.json")
+    >>> found.format, found.block
+    ('fp8', (128, 128))
     """
     key = next((key for key in CONFIG_KEYS if config.get(key) is not None), None)
     if key is None:
@@ -187,6 +203,11 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
         raise UsageError(f"{at} must be a table, got {shown(table)}")
     check_keys(table, at, {"quant_method": METHODS}, required=True)
     method = table["quant_method"]
+    return replace(_of_method(method, table, at), left_out=left_out(method, table, at))
+
+
+def _of_method(method: str, table: Mapping[str, Any], at: str) -> Quantization:
+    """Read the configuration of a method."""
     if method == "fp8":
         return _fp8(table, at)
     if method == "compressed-tensors":
@@ -205,7 +226,7 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
     if method in _DESCRIBED:
         return Quantization(method, planned=_DESCRIBED[method](table, at))
     if method == "quark":
-        return _grouped(quark(table, at), quark_modules(table, at))
+        return _grouped(*quark(table, at))
     return Quantization("mxfp4" if method == "mxfp4" else "fp8")
 
 
@@ -225,19 +246,32 @@ def _grouped(
 
 
 _MODELOPT = {
-    "FP8": "fp8",
-    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
-    "NVFP4": "modelopt",
-    "W4A16_NVFP4": "modelopt",
+    "FP8": Quantization("fp8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": Quantization("fp8"),
+    "fp8_pb_wo": Quantization("fp8", (128, 128)),
+    "MXFP8": Quantization("fp8", (1, MXFP4_BLOCK)),
+    "NVFP4": Quantization("modelopt"),
+    "NVFP4_AWQ": Quantization("modelopt"),
+    "W4A16_NVFP4": Quantization("modelopt"),
+    "W4A8_NVFP4_FP8": Quantization("modelopt"),
+    "W4A8_MXFP4_FP8": Quantization("quark-mxfp4"),
+    "W8A16": Quantization("grouped", grouped=GroupedStorage("int8", 8, symmetric=True)),
+    "W8A8_SQ_PER_CHANNEL": Quantization(
+        "grouped", grouped=GroupedStorage("int8", 8, symmetric=True)
+    ),
+    **{
+        name: Quantization("grouped", grouped=GroupedStorage("row_pairs", 4, 128, symmetric=True))
+        for name in ("W4A16_AWQ", "W4A8_AWQ")
+    },
 }
-"""Algorithms of ModelOpt; others scale activations by column (pre_quant_scale), or need blocks."""
+"""Algorithms of ModelOpt; NVFP4_SVD adds products of small matrices."""
 
 
 def _modelopt(table: Mapping[str, Any], at: str) -> Quantization:
     """Read quant_method modelopt."""
     check_keys(table, at, {"quant_algo": (*_MODELOPT, "MIXED_PRECISION")}, required=True)
     if table["quant_algo"] != "MIXED_PRECISION":
-        return Quantization(_MODELOPT[table["quant_algo"]])
+        return _MODELOPT[table["quant_algo"]]
     layers = table.get("quantized_layers")
     if not isinstance(layers, Mapping) or not layers:
         raise UsageError(f"{at}.quantized_layers must be a table of modules, got {shown(layers)}")
@@ -247,7 +281,7 @@ def _modelopt(table: Mapping[str, Any], at: str) -> Quantization:
         if not isinstance(settings, Mapping):
             raise UsageError(f"{where} must be a table, got {shown(settings)}")
         check_keys(settings, where, {"quant_algo": tuple(_MODELOPT)}, required=True)
-        rules.append((exact(name), Quantization(_MODELOPT[settings["quant_algo"]])))
+        rules.append((exact(name), _MODELOPT[settings["quant_algo"]]))
     return Quantization("modelopt", modules=(*rules, (EVERY, None)))
 
 
@@ -342,7 +376,7 @@ def with_scales(
     others = [entry for entry in entries if entry.name.endswith(_OTHER_SCALES)]
     entries = [entry for entry in entries if not entry.name.endswith(_OTHER_SCALES)]
     if not quantization.modules:
-        values, scales = _with_scales(entries, quantization)
+        values, scales = with_column_scales(*_with_scales(entries, quantization))
         return values, scales + others
     parts: dict[Quantization | None, list[TensorEntry]] = {}
     for entry in entries:
@@ -356,7 +390,7 @@ def with_scales(
         values, scales = values + joined, scales + rest
     place = {entry.name: i for i, entry in enumerate(entries)}
     values.sort(key=lambda entry: place.get(entry.name, len(place)))
-    return values, scales
+    return with_column_scales(values, scales)
 
 
 def _with_scales(
@@ -391,6 +425,8 @@ def _with_fp8_scales(
             f"{where} is stored as {entry.dtype} and needs scales, {' or '.join(names)}, which are "
             "missing; open the whole checkpoint, not one file of it"
         )
+    if scales.dtype == "u8":  # of MXFP8
+        scales = replace(scales, dtype="f8_e8m0")
     if scales.dtype not in _SCALE_TYPES:
         raise UsageError(f"{where}: scales must be floats, got {scales.dtype}")
     if len(entry.shape) != 2:

@@ -18,7 +18,7 @@ NVFP4Tensor               qdata uint8 (N, K / 2), scale E4M3    value(code) * sc
 
 Parts are told apart by their types.  Int4Tensor becomes a grouped format with a base
 (`nbflow_kernels.formats.grouped`).  Layouts of one device (Int4TilePackedTo4dTensor,
-Int4PlainInt32Tensor) and matrices whose activations are scaled first (act_pre_scale) are refused.
+Int4PlainInt32Tensor) are refused.
 
 Source: torchao 0.18, prototype/safetensors (names) and quantization/quantize_/workflows; packing of
 Int4Tensor: MSLK 1.0, quantize/shuffle.py (pack_int4, int4_row_quantize_zp).
@@ -123,8 +123,6 @@ def _joined(entry: TensorEntry, held: Mapping[str, TensorEntry]) -> TensorEntry:
     if not part.endswith(_QDATA):
         return entry
     stem, where = entry.name.removesuffix("qdata"), f"{entry.file.path}: tensor {shown(entry.name)}"
-    if stem + "act_pre_scale" in held:
-        raise UsageError(f"{where}: activations with a scale (act_pre_scale) are not supported")
     scales, zeros = held.get(stem + "scale"), held.get(stem + "zero_point")
     if scales is None or len(entry.shape) != 2:
         raise UsageError(
@@ -212,7 +210,7 @@ def _nvfp4(
 
 def _group(n_groups: tuple[int, ...], n_columns: int, where: str) -> int:
     """Return the columns of a group."""
-    if len(n_groups) != 1 or n_groups[0] < 1 or n_columns % n_groups[0]:
+    if len(n_groups) != 1 or n_groups[0] < 1 or n_columns < 1 or n_columns % n_groups[0]:
         raise UsageError(f"{where}: {n_columns} columns must be equal groups, got {n_groups}")
     return n_columns // n_groups[0]
 

@@ -19,7 +19,7 @@ from nbflow.utils.binary_file import ByteFile
 from nbflow_kernels.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
-    from nbflow.checkpoint.column_groups import ColumnGroups
+    from nbflow.checkpoint.column_groups import StoredColumns
     from nbflow_kernels.formats import QuantTensor
 
 __all__ = ["ITEM_BYTES", "Span", "StoredParts", "TensorEntry", "WeightFile"]
@@ -100,11 +100,11 @@ class StoredParts(Protocol):
 
 @runtime_checkable
 class ReorderedParts(StoredParts, Protocol):
-    """Stored tensors of a matrix whose columns are put into another order (`QuantTensor`)."""
+    """Stored tensors of a matrix whose columns get another order or factors (`QuantTensor`)."""
 
     @property
-    def column_groups(self) -> ColumnGroups:
-        """Groups of columns, which give the order."""
+    def column_groups(self) -> StoredColumns:
+        """Groups of columns, which give the order, or factors."""
 
     def quantized(self, read: Read, rows: Span, columns: Span) -> QuantTensor:
         """Return a rectangle, columns between any bounds, in a format that suits them."""
@@ -238,8 +238,8 @@ class WeightFile:
         """Return whether the file holds the values that `array` returns, without a transform."""
         return self.entry(name).scaled is None
 
-    def column_groups(self, name: str) -> ColumnGroups | None:
-        """Return the groups by which `quantized` orders columns; None if they are in order."""
+    def column_groups(self, name: str) -> StoredColumns | None:
+        """Return groups or factors of the columns of `quantized`; None if they are as they are."""
         scaled = self.entry(name).scaled
         return scaled.column_groups if isinstance(scaled, ReorderedParts) else None
 
@@ -351,7 +351,7 @@ class WeightFile:
     ) -> None:
         """Read rows that need a conversion, such as of the byte order, and copy them to `out`."""
         if self.column_groups(name) is not None:
-            raise UsageError(f"{self.path}: columns of {name!r} are reordered; use quantized")
+            raise UsageError(f"{self.path}: columns of {name!r} have an order; use quantized")
         if self.entry(name).dtype in ITEM_BYTES:
             found = self.array(name, rows, columns, flat=True, widen_bf16=False).view(np.uint8)
         else:

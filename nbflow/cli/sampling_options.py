@@ -117,7 +117,7 @@ def decoding_values(arguments: argparse.Namespace) -> dict[str, Any]:
 def _schema(path: str) -> Any:
     try:
         return json.loads(read_argument(path))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: is not JSON: {error}") from None
 
 

@@ -74,6 +74,7 @@ def model_metadata(spec: ModelSpec, arch: str) -> dict[str, Any]:
         values["logit_scale"] = float(spec.logits_scale)
     if arch == "mpt":
         values["attention.max_alibi_bias"] = 8.0
+        values["attention.clamp_kqv"] = spec.qkv_clip
     if spec.moe is not None:
         values |= _experts(spec, spec.moe, arch)
     if spec.latent is not None:

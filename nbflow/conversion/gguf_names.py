@@ -58,7 +58,8 @@ ARCHITECTURES = {
     "hunyuan_moe": "hunyuan-moe", "ernie4_5_moe": "ernie4_5-moe", "jais2": "jais2",
     "minimax_m2": "minimax-m2", "gpt_bigcode": "starcoder", "qwen3_vl_moe": "qwen3moe",
     "chatglm": "chatglm", "baichuan": "baichuan",
-    "iquestcoder": "llama", "sarvam_moe": "bailingmoe2", **RECURRENT,
+    "mistral": "llama", "qwen2_vl": "qwen2", "qwen3_vl": "qwen3", "sarvam_moe": "bailingmoe2",
+    **RECURRENT,
 }  # fmt: skip
 """Families that can be written -> llama.cpp's name of the architecture."""
 QKV_IN_ONE = (
@@ -67,7 +68,8 @@ QKV_IN_ONE = (
 """Architectures with q, k and v concatenated in one tensor."""
 _MAY_DIFFER = (
     "name", "family", "tensors", "ignored_tensors", "eos_token_ids", "rope", "qkv_layout",
-    "transposed", "norm_offset", "gate_up_layout", "experts_transposed", "stored_rates",
+    "transposed", "norm_offset", "gate_up_layout", "experts_transposed",
+    "experts_down_transposed", "stored_rates",
 )  # fmt: skip
 """Fields compared separately, or not at all because they describe storage."""
 # GGUF stores float32; a field may be computed from two of them

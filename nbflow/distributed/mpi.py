@@ -180,12 +180,12 @@ class MpiComm(Comm):
                 self._groups[key] = SelfComm() if len(key) == 1 else MpiComm(comm, polls)
         return self._groups[key]
 
-    def all_end(self, patience_s: float = 1.0) -> bool:
-        """Return True if every rank of the world calls this within `patience_s`."""
+    def all_end(self) -> bool:
+        """Return True if every rank of the world calls this within a second."""
         from mpi4py import MPI
 
         request = MPI.COMM_WORLD.Ibarrier()  # the model uses a duplicate communicator
-        until = time.monotonic() + patience_s
+        until = time.monotonic() + 1.0
         while not request.Test():
             if time.monotonic() > until:
                 return False

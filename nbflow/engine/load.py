@@ -97,38 +97,18 @@ def load(
     given = (options or LoadOptions()).replaced(changes)
     load_plugins(given.plugins)
     resolved = resolve(model, spec=given.spec)
-    the_spec = with_state_format(_shorten(resolved.spec, given.max_context), given.state)
-    weights = cast(Weights, given.weights)
-    formats = weight_formats(weights)
-    if formats is not None:
-        where = "weights" if isinstance(weights, Mapping) else str(weights)
-        formats.check_used(the_spec.tensor_shapes(), where)
-    block_size = _block_size(resolved.path, formats)
-    check_outliers(given.outliers, formats)
-    prepared = _prepare(resolved, the_spec, formats, given)
-    stored_spec, the_spec = the_spec, prepared.spec
-    parse_kv(given.kv).check(the_spec.n_layers)
-    the_spec = with_rotation(the_spec, given.kv_rotation, given.kv)
-    the_spec = with_key_form(the_spec, given.kv_keys)
+    source = _source(resolved, given)
     status.progress("MPI")
     comm = comm or world()
     _check_plugins(comm)
     if comm.size == 1 and is_host(given.device):
-        compile_ahead(the_spec, given.kv)
-    partition = given.partition
-    if partition == "auto":
-        from nbflow.planner import RunConfig, choose_partition, stored_model
-
-        setting = RunConfig(kv=given.kv, activations=given.activations, all_reduce=given.all_reduce)
-        described = stored_model(stored_spec, resolved.path, weights)
-        partition = choose_partition(
-            described, comm, given.optimize, given.machine, setting, measure
-        )
+        compile_ahead(source.spec, given.kv)
+    partition = _partition(source, comm, given)
     if given.unused_note and is_host(given.device):
         warnings.warn(given.unused_note, stacklevel=2)
-    partition, device = split_host_layers(given, the_spec.n_layers, partition, given.device)
+    partition, device = split_host_layers(given, source.spec.n_layers, partition, given.device)
     plans = [
-        make_plan(the_spec, part, block_size, given.all_reduce)
+        make_plan(source.spec, part, source.block_size, given.all_reduce)
         for part in split_replicas(partition)
     ]
     whole = Plan("/".join(p.partition for p in plans), sum((p.ranks for p in plans), ()))
@@ -140,9 +120,9 @@ def load(
         tok.prompt_template = resolved.prompt_template
     threads = fair_threads(comm, whole.numbers) if given.threads is None else given.threads
     of_ranks: dict[str, Any] = {
-        "spec": the_spec,
-        "weights": formats,
-        "encoding": prepared.quantizer,
+        "spec": source.spec,
+        "weights": source.formats,
+        "encoding": source.prepared.quantizer,
         "activations": given.activations,
         "kv": given.kv,
         "threads": cpu_threads(comm, whole.numbers, threads, given.pin_threads),
@@ -161,21 +141,62 @@ def load(
     for p, part in zip(plans, parts, strict=True):
         mine, first = places[first : first + len(p.ranks)], first + len(p.ranks)
         if part is not None:
-            engines, team = _start(p, part, resolved.path, prepared, mine, of_ranks)
+            engines, team = _start(p, part, resolved.path, source.prepared, mine, of_ranks)
             warn_of_fallback(engines[0].executor.device_comms, part.rank)
             models.append(
-                LLM(the_spec, p, tok, engines, team, threads, resolved.defaults, why_none)
+                LLM(source.spec, p, tok, engines, team, threads, resolved.defaults, why_none)
             )
     if not models or everyone is None:
-        return LLM(the_spec, whole, tok, [], None, threads, resolved.defaults, why_none)
+        return LLM(source.spec, whole, tok, [], None, threads, resolved.defaults, why_none)
     loaded = models[0]
     if len(plans) > 1:
         index = next(i for i, part in enumerate(parts) if part is not None)
         loaded = Replicas(models, whole, everyone, index, len(plans), ReplicaRouter)
-    if the_spec.classifier is not None:
+    if source.spec.classifier is not None:
         with open_weights(resolved.path) as file:
-            loaded.classification_head = ClassificationHead.read(the_spec, file)
+            loaded.classification_head = ClassificationHead.read(source.spec, file)
     return loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Model as the options ask for it."""
+
+    path: Path
+    spec: ModelSpec
+    untransformed: ModelSpec
+    """Specification before weight transforms."""
+    formats: WeightFormats | None
+    prepared: Prepared
+    block_size: int
+
+
+def _source(resolved: ResolvedModel, given: LoadOptions) -> _Source:
+    """Apply the options to a resolved model, and check them."""
+    spec = with_state_format(_shorten(resolved.spec, given.max_context), given.state)
+    weights = cast(Weights, given.weights)
+    formats = weight_formats(weights)
+    if formats is not None:
+        where = "weights" if isinstance(weights, Mapping) else str(weights)
+        formats.check_used(spec.tensor_shapes(), where)
+    block_size = _block_size(resolved.path, formats)
+    check_outliers(given.outliers, formats)
+    prepared = _prepare(resolved, spec, formats, given)
+    parse_kv(given.kv).check(prepared.spec.n_layers)
+    final = with_rotation(prepared.spec, given.kv_rotation, given.kv)
+    final = with_key_form(final, given.kv_keys)
+    return _Source(resolved.path, final, spec, formats, prepared, block_size)
+
+
+def _partition(source: _Source, comm: Comm, given: LoadOptions) -> str:
+    """Return the partition of the options; "auto" is the planner's choice."""
+    if given.partition != "auto":
+        return given.partition
+    from nbflow.planner import RunConfig, choose_partition, stored_model
+
+    setting = RunConfig(kv=given.kv, activations=given.activations, all_reduce=given.all_reduce)
+    described = stored_model(source.untransformed, source.path, cast(Weights, given.weights))
+    return choose_partition(described, comm, given.optimize, given.machine, setting, measure)
 
 
 def _check_plugins(comm: Comm) -> None:

@@ -18,13 +18,20 @@ from nbflow.options import SamplingParams
 from nbflow.sampling import Greedy, Strategy, build_strategy, end_ids, with_recommended
 from nbflow.sampling.logits_processors import LogitsProcessors, check_token_ids, constrain
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.utils.safe_repr import shown
 from nbflow_kernels.errors import UsageError, unknown_name
 
 
 def check_ids(spec: ModelSpec, ids: Sequence[int] | NDArray[Any], room: int) -> list[int]:
     """Return valid token ids that leave `room` tokens of the context."""
     array = np.asarray(ids)
-    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+    if array.size == 0:
+        raise UsageError("the prompt is empty; it must have at least one token")
+    if array.ndim == 1 and array.dtype.kind in "fO":  # also whole numbers beyond 64 bits
+        for i in ids:
+            if type(i) is int and not 0 <= i < 2**63:
+                raise _unknown_id(spec, i)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
         raise UsageError(
             f"token ids must be a non-empty sequence of integers, got shape {array.shape} "
             f"of {array.dtype}"
@@ -36,11 +43,15 @@ def check_ids(spec: ModelSpec, ids: Sequence[int] | NDArray[Any], room: int) -> 
             f"holds {spec.max_context}; shorten it"
         )
     if array.min() < 0 or array.max() >= spec.vocab_size:
-        bad = int(array[(array < 0) | (array >= spec.vocab_size)][0])
-        raise UsageError(
-            f"token id {bad} is outside the vocabulary of {spec.name}, 0..{spec.vocab_size - 1}"
-        )
+        raise _unknown_id(spec, int(array[(array < 0) | (array >= spec.vocab_size)][0]))
     return [int(i) for i in array]
+
+
+def _unknown_id(spec: ModelSpec, token: int) -> UsageError:
+    return UsageError(
+        f"token id {shown(token)} is outside the vocabulary of {spec.name}, "
+        f"0..{spec.vocab_size - 1}"
+    )
 
 
 def check_encoder_ids(

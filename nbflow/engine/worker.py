@@ -61,6 +61,7 @@ class Worker(TokenTimes):
     The ranks of `comm` are those of the plan, in its order; `groups` are from `make_groups`, and
     `links` from `make_device_comms`.  Weights, KV cache and buffers lie on the device `place`,
     whose memory `device_memory` reads.  Further: `Executor.trace`, and options of `nbflow.load`.
+    `LLM.call` calls methods by name, on every rank.
     """
 
     def __init__(
@@ -140,9 +141,8 @@ class Worker(TokenTimes):
         self._multi_step_decodes: dict[tuple[Any, ...], MultiStepDecode] = {}
         self.decode: MultiStepDecode | None = None  # the last one; another thread may end it
         self._step_s = math.inf
-        self._bytes_sent = functools.cache(
-            functools.partial(bytes_sent, self.program, self.mine.rank)
-        )
+        count = functools.partial(bytes_sent, self.program, self.mine.rank)
+        self._bytes_sent = functools.cache(count)
 
     # ---- forward passes -----------------------------------------------------------------------
 

@@ -77,7 +77,10 @@ def _set_word(header: Any, index: Any, word: Any, start: Any, stop: Any) -> None
 
 
 class Binder:
-    """Binder of an executor's program to one shape of step."""
+    """Binder of an executor's program to one shape of step.
+
+    An op of kind "linear" is bound by the method `_linear`; `nbflow.program.records` has the kinds.
+    """
 
     variant = "cpu"
     """Kernels are those of ``nbflow_kernels/<family>/<variant>.py``."""
@@ -246,13 +249,19 @@ class Binder:
             self.executor.rope_table(rope), rope.style == "half",
         )  # fmt: skip
 
+    def _clip(self, op: Op, index: int) -> BoundOp:
+        return self._in_place(op, self._kernels("gating").clip, op.attrs["limit"])
+
     def _hadamard(self, op: Op, index: int) -> BoundOp:
-        rotate, block = self._kernels("hadamard").hadamard_transform, op.attrs["block"]
+        return self._in_place(op, self._kernels("hadamard").hadamard_transform, op.attrs["block"])
+
+    def _in_place(self, op: Op, change: Callable[..., Any], number: Any) -> BoundOp:
+        """Return the change of each input by a function of (x, number, out)."""
         arrays = [self.view(name) for name in op.inputs]
 
         def launch() -> None:
             for array in arrays:
-                rotate(array, block, array)
+                change(array, number, array)
 
         return self._captured(op, launch)
 

@@ -194,8 +194,11 @@ def attention_limits(
     }
 
 
+# A step is padded to the buckets of its numbers, so that graphs repeat (docs/cuda.md, Graphs).
+
+
 def batch_bucket(n: int) -> int:
-    """Return the bucket of `n` sequences or tokens: a power of two, or 0."""
+    """Return the bucket of `n` sequences, or tokens of a decode step: a power of two, or 0."""
     return 1 << (n - 1).bit_length() if n else 0
 
 
@@ -212,5 +215,5 @@ def prompt_bucket(n: int) -> int:
 
 
 def page_bucket(n: int) -> int:
-    """Return the bucket of `n` pages: a power of two."""
-    return max(MIN_PAGES, 1 << (n - 1).bit_length())
+    """Return the bucket of `n` pages: a power of two, at least `MIN_PAGES`."""
+    return max(MIN_PAGES, batch_bucket(n))

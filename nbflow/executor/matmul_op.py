@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.formats import QuantTensor
-from nbflow_kernels.formats.column_order import gather_columns
+from nbflow_kernels.formats.column_order import gather_columns, same_columns
 from nbflow_kernels.matmul import cpu as floats
 from nbflow_kernels.quantized_matmul import cpu as quantized
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
@@ -22,8 +22,9 @@ def is_block_quantized(weight: Any) -> bool:
 class MatmulOp:
     """Matrix products of one activation matrix with weights, one after the other.
 
-    Activations are put into a weight's order of columns, and quantized to int8, where it needs
-    that; consecutive weights that need the same share it.  The executor owns the buffers.
+    Activations are put into a weight's order of columns, multiplied by its factors of columns, and
+    quantized to int8, where it needs that; consecutive weights that need the same share it.  The
+    executor owns the buffers.
     """
 
     def __init__(self, x: np.ndarray, executor: Any) -> None:
@@ -31,8 +32,9 @@ class MatmulOp:
         self._activations = executor.activations
         self.executor = executor
         self._order: NDArray[np.int32] | None = None
+        self._scales: NDArray[np.float32] | None = None
         self._ordered = x
-        """Activations in `_order`."""
+        """Activations in `_order`, times `_scales`."""
         self._rows: Int8Rows | None = None
         """Activations in int8, in the order of `_ordered`."""
 
@@ -52,13 +54,11 @@ class MatmulOp:
             quantized.matmul(self._ordered, weight, bias, accumulate, out, bf16=bf16)
 
     def _put_in_order(self, weight: QuantTensor) -> None:
-        """Launch the gather of the activations' columns if the last weight had another order."""
-        order = weight.column_order
-        if order is self._order:
-            return
-        if order is None or self._order is None or not np.array_equal(order, self._order):
+        """Launch the gather of columns if the last weight had another order or other factors."""
+        order, scales = weight.column_order, weight.column_scales
+        if not (same_columns(order, self._order) and same_columns(scales, self._scales)):
             self._rows, self._ordered = None, self._x
             if order is not None:
                 self._ordered = self.executor.gathered_rows(len(self._x), len(order))
-                gather_columns(self._x, order, self._ordered)
-        self._order = order
+                gather_columns(self._x, order, self._ordered, scales)
+        self._order, self._scales = order, scales

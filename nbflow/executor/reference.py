@@ -47,7 +47,7 @@ Cache = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
 class ReferenceExecutor:
-    """Executor of a whole model for one sequence.
+    """Executor of a whole model for one sequence; an op of kind "linear" is run by `_linear`.
 
     Parameters
     ----------
@@ -228,6 +228,10 @@ class ReferenceExecutor:
         )
         for name, x, rotated in zip(op.inputs, heads, (q, k), strict=False):
             values[name] = np.concatenate([x[..., :first], rotated], axis=2).reshape(len(ids), -1)
+
+    def _clip(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
+        for name in op.inputs:
+            values[name] = gating.clip(values[name], op.attrs["limit"])
 
     def _hadamard(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
         for name in op.inputs:

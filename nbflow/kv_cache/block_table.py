@@ -95,8 +95,6 @@ class BlockTable:
     max_pages : int, optional
         Most pages; unlimited by default.  `n_pages` is the number that the storage must have; it
         grows up to `max_pages`.
-    salt : bytes
-        Everything that page contents depend on besides tokens, e.g. model and format.
     states : StateTable, optional
         Rows of recurrent states, for models that have them.  A prefix is then shared up to a page
         after which a snapshot of the state was kept (`commit`).
@@ -106,7 +104,6 @@ class BlockTable:
         self,
         page_size: int = 16,
         max_pages: int | None = None,
-        salt: bytes = b"",
         states: StateTable | None = None,
     ) -> None:
         self.states = states
@@ -117,7 +114,6 @@ class BlockTable:
         """Largest number of pages that were in use at once."""
         self.hit_tokens = self.asked_tokens = 0
         """Tokens found in the prefix cache, and tokens looked up."""
-        self._salt = salt
         self._sequences: dict[int, _Sequence] = {}
         self._free: list[int] = []
         self._ref_counts: list[int] = []  # of each page
@@ -133,10 +129,10 @@ class BlockTable:
     def chain(self, ids: Sequence[int], salt: bytes = b"") -> HashChain:
         """Return the page hashes of a sequence of tokens, for `find` and `add`.
 
-        `salt` is what keys and values depend on besides tokens and the salt of the table, e.g. the
+        `salt` is what keys and values depend on besides tokens, e.g. the
         input of an encoder.
         """
-        chain = HashChain(self._salt + salt, ids=array("i", ids))
+        chain = HashChain(salt, ids=array("i", ids))
         chain.extend(ids, self.page_size, len(ids) // self.page_size)
         return chain
 

@@ -81,6 +81,9 @@ class Device:
     """Launch overhead of an op."""
     step_s: float = 0.0
     """Host overhead of a step with one sequence."""
+    cold_step_s: float = 0.0
+    """The same where the weights of the step before have evicted the host code from the caches;
+    `step_s` by default."""
     sequence_s: float = 0.0
     """Host overhead of each further sequence of a step."""
     burst_step_s: float = 0.0
@@ -112,6 +115,15 @@ class Device:
         if not self.cached_bytes_per_s:
             return memory_s
         return cached * n_bytes / self.cached_bytes_per_s + (1.0 - cached) * memory_s
+
+    def host_s(self, n_sequences: int, cached: float) -> float:
+        """Return the host overhead of a step that finds a share of its bytes in the caches.
+
+        The host code competes with the weights, so that its share is the same.
+        """
+        cold = max(self.step_s, self.cold_step_s)
+        first = cached * self.step_s + (1.0 - cached) * cold
+        return first + (n_sequences - 1) * self.sequence_s
 
     def matrix_s(
         self,

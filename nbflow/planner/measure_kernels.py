@@ -117,11 +117,15 @@ def timer(launch_calls: Callable[[], Any], sample_s: float = SAMPLE_S) -> Callab
 
 def matrix(format: str, copies: int = 1) -> nk.QuantTensor:
     """Return random weights of `SHAPE`, repeated `copies` times below each other."""
-    rng = np.random.default_rng(0)
-    data = nk.quantize(
-        rng.standard_normal(SHAPE, np.float32), format, quantizer="reference"
-    ).tobytes()
-    return nk.QuantTensor.from_bytes(data * copies, format, (copies * SHAPE[0], SHAPE[1]))
+    data = _weight_bytes(format) * copies
+    return nk.QuantTensor.from_bytes(data, format, (copies * SHAPE[0], SHAPE[1]))
+
+
+@functools.lru_cache(maxsize=16)
+def _weight_bytes(format: str) -> bytes:
+    """Return quantized random weights of `SHAPE`, some megabytes."""
+    x = np.random.default_rng(0).standard_normal(SHAPE, np.float32)
+    return nk.quantize(x, format, quantizer="reference").tobytes()
 
 
 def product_timer(

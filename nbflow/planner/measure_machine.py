@@ -8,17 +8,21 @@ caches, cores) is in the numbers.  Timed several times:
   read, and alone, and products of several matrices over and over, which tell what the caches keep
   (`nbflow.planner.measure_kernels`);
 - attention over cache formats, the quantization of activations, a gate;
-- steps of the bundled model on each rank with 1 and 8 sequences, in bursts and one by one: the
-  difference is the host code of a step;
+- the host code of steps of the bundled model with 1 and 8 sequences: what is left of a step without
+  its kernels, on each rank alone (threads of one process share Python's lock), from the caches and
+  after other reads;
 - an all-reduce of 16 KB after some work, and one of 4 MB, over all ranks: latency and rate.
 
-Of ranks with equal devices the means count, since what differs is chance.
+Of ranks with equal devices the means count, since what differs is chance; of several rounds the
+medians, so that one that other programs have disturbed does not.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import platform
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -67,9 +71,9 @@ BATCH = 8
 """Sequences of the steps that tell the host code of a sequence."""
 EXCHANGES = 8
 """All-reduces of a repetition."""
-
-
-VERSION = 3
+ROUNDS = 3
+"""Rounds of a measurement that is kept in a file."""
+VERSION = 4
 """Version of the measurement, which goes up whenever its numbers mean something else."""
 
 Load = Callable[..., Any]
@@ -82,6 +86,7 @@ def measure_machine(
     probe_bytes: int = PROBE_BYTES,
     formats: Sequence[str] = FORMATS,
     arithmetics: Sequence[str] = ARITHMETICS,
+    rounds: int = 1,
 ) -> Machine | None:
     """Measure the ranks that mpirun started, or `n_ranks` threads of this process.
 
@@ -97,6 +102,8 @@ def measure_machine(
         Weight formats whose products are timed.
     arithmetics : sequence of str
         Arithmetics of the products, of "f32", "bf16" and "int8".
+    rounds : int
+        Rounds, of whose numbers the medians count.
 
     Returns
     -------
@@ -115,15 +122,14 @@ def measure_machine(
                 f"mpirun started {comm.size} ranks, and all of them are measured; leave --ranks "
                 f"{n_ranks} out or start as many"
             )
-        return measure_ranks(load, comm, probe_bytes, formats, arithmetics)
+        return measure_ranks(load, comm, probe_bytes, formats, arithmetics, rounds)
+    what = probe_bytes, formats, arithmetics, rounds
     n = 1 if n_ranks is None else n_ranks
     if n == 1:
-        return _machine([_measure_rank(load, comm, probe_bytes, formats, arithmetics)], "process")
+        return _machine([_measure_rank(load, comm, *what)], "process")
     team = ThreadRanks(n)
     try:
-        measured = team.run(
-            lambda mine: _measure_rank(load, mine, probe_bytes, formats, arithmetics)
-        )
+        measured = team.run(lambda mine: _measure_rank(load, mine, *what))
         return dataclasses.replace(_machine(measured, "threads"), join_s=_join_seconds(team))
     finally:
         team.close()
@@ -135,16 +141,35 @@ def measure_ranks(
     probe_bytes: int = PROBE_BYTES,
     formats: Sequence[str] = FORMATS,
     arithmetics: Sequence[str] = ARITHMETICS,
+    rounds: int = 1,
 ) -> Machine | None:
     """Measure the ranks of a communicator; the first one returns the machine, others None.
 
-    Products are timed in these formats and arithmetics.
+    Products are timed in these formats and arithmetics; medians of the rounds count.
     """
-    found = comm.gather_object(_measure_rank(load, comm, probe_bytes, formats, arithmetics))
+    found = comm.gather_object(_measure_rank(load, comm, probe_bytes, formats, arithmetics, rounds))
     return None if found is None else _machine(found, "ranks")
 
 
-def _machine(ranks: list[tuple[Device, Link | None, str]], what: str) -> Machine:
+RankFacts = tuple[Device, Link | None, str]
+"""Device and host of a rank, and its link to the others."""
+
+
+def _measure_rank(
+    load: Load,
+    comm: Comm,
+    probe_bytes: int,
+    formats: Sequence[str],
+    arithmetics: Sequence[str],
+    rounds: int,
+) -> RankFacts:
+    """Return the medians of rounds of measurements on this rank."""
+    found = [_one_round(load, comm, probe_bytes, formats, arithmetics) for _ in range(rounds)]
+    merged: RankFacts = _merged(found, statistics.median)
+    return merged
+
+
+def _machine(ranks: list[RankFacts], what: str) -> Machine:
     """Put what the ranks have measured together."""
     hosts = [host for _, _, host in ranks]
     n, per_host = len(ranks), hosts.count(hosts[0])
@@ -180,33 +205,34 @@ def with_means(devices: Sequence[Device]) -> tuple[Device, ...]:
         return a.name == b.name and rates[1] <= ALIKE * rates[0]
 
     return tuple(
-        _mean([other for other in devices if are_alike(device, other)]) for device in devices
+        _merged([other for other in devices if are_alike(device, other)], statistics.fmean)
+        for device in devices
     )
 
 
-def _mean(values: Sequence[Any]) -> Any:
-    """Return the means of all numbers in equally built values."""
+def _merged(values: Sequence[Any], merge: Callable[[Sequence[float]], float]) -> Any:
+    """Return equally built values as one, with each float merged, e.g. to a mean."""
     first = values[0]
     if isinstance(first, float):
-        return sum(values) / len(values)
+        return merge(values)
     if isinstance(first, tuple):
-        return tuple(map(_mean, zip(*values, strict=True)))
+        return tuple(_merged(each, merge) for each in zip(*values, strict=True))
     if isinstance(first, Mapping):
-        return {key: _mean([value[key] for value in values]) for key in first}
+        return {key: _merged([value[key] for value in values], merge) for key in first}
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
-        fields = {name: _mean([getattr(value, name) for value in values]) for name in names}
+        fields = {n: _merged([getattr(value, n) for value in values], merge) for n in names}
         return dataclasses.replace(first, **fields)
     return first
 
 
-def _measure_rank(
+def _one_round(
     load: Load,
     comm: Comm,
     probe_bytes: int,
     formats: Sequence[str],
-    arithmetics: Sequence[str] = ARITHMETICS,
-) -> tuple[Device, Link | None, str]:
+    arithmetics: Sequence[str],
+) -> RankFacts:
     hosts = comm.bcast_object(comm.gather_object(platform.node()))
     here = hosts.count(platform.node())
     threads = max(1, available_cores() // here)
@@ -231,7 +257,7 @@ def _measure_rank(
         operations[arithmetic] = 2.0 / row_s
         weights[arithmetic] = 1.0 / max(base.cached_s[0] - row_s, 0.1 * base.cached_s[0])
     ops: OpTimes = op_times(ranks)
-    step_s, sequence_s = _step_seconds(load, comm, threads)
+    step_s, cold_step_s, sequence_s = _host_seconds(load, ranks, threads, probe)
     memory = system.memory_bytes() or 0
     device = Device(
         name=f"{system.processor_name()}, {threads} threads",
@@ -245,32 +271,57 @@ def _measure_rank(
         cached_bytes_per_s=cached_rate,
         **vars(ops),
         step_s=step_s,
+        cold_step_s=cold_step_s,
         sequence_s=sequence_s,
         burst_step_s=MINIMUM_S,
     )
     return device, _link(comm) if comm.size > 1 else None, platform.node()
 
 
-def _step_seconds(load: Load, comm: Comm, threads: int) -> tuple[float, float]:
-    """Return the host code of a step outside of bursts: with one sequence, and of each further."""
-    host_s = []
-    with load("tiny_python", comm=SelfComm(), threads=threads) as model:
+class _HostTimer:
+    """Timer of the host code of decode steps: what is left of a step without its kernels."""
+
+    def __init__(self, model: Any, probe: ReadProbe) -> None:
         worker = model.workers[0]
-        for batch in (1, BATCH):
-            taken = []
-            for in_bursts in (True, False):
-                if not in_bursts:  # as one of several ranks, which have no bursts
-                    worker._can_multi_step = lambda scheduled: False
-                _run(model, batch)  # compiles
-                comm.barrier()
-                taken.append(min(_run(model, batch) for _ in range(5)) / STEPS)
-                vars(worker).pop("_can_multi_step", None)
-            host_s.append(max(taken[1] - taken[0], MINIMUM_S))
-    return host_s[0], max(host_s[1] - host_s[0], 0.0) / (BATCH - 1)
+        worker._can_multi_step = lambda scheduled: False  # several ranks have no bursts
+        self._model, self._probe, self._evicts = model, probe, False
+        self._run, self._kernels_s = worker.executor.run, list[float]()
+        worker.executor.run = self._timed_run
+
+    def _timed_run(self, step: Any) -> None:
+        started = time.perf_counter()
+        self._run(step)
+        if self._evicts:
+            self._probe.seconds()
+        self._kernels_s.append(time.perf_counter() - started)
+
+    def seconds(self, batch: int, evicts: bool) -> float:
+        """Return the seconds of a step; `evicts`: other bytes have taken its place in the caches.
+
+        A model that is larger than the caches does this in every step.
+        """
+        self._evicts = evicts
+        self._kernels_s.clear()
+        total = _run(self._model, batch)
+        return max((total - sum(self._kernels_s)) / len(self._kernels_s), MINIMUM_S)
+
+
+def _host_seconds(
+    load: Load, ranks: Ranks, threads: int, probe: ReadProbe
+) -> tuple[float, float, float]:
+    """Return the host code of a step from the caches, from memory, and of a further sequence."""
+    found = []
+    with load("tiny_python", comm=SelfComm(), threads=threads) as model:
+        timer = _HostTimer(model, probe)
+        for batch, evicts in ((1, False), (1, True), (BATCH, False)):
+            _run(model, batch)  # compiles
+            found.append(ranks.in_turn(functools.partial(timer.seconds, batch, evicts)))
+    one, cold, several = found
+    return one, max(one, cold), max(several - one, 0.0) / (BATCH - 1)
 
 
 def _run(model: Any, batch: int) -> float:
-    """Return the seconds that `STEPS` tokens of some sequences take, in bursts if possible."""
+    """Return the seconds that `STEPS` tokens of some sequences take."""
     requests = [
         model.make_request([0] * 8, STEPS, "greedy", 0, ignore_eos=True) for _ in range(batch)
     ]

@@ -26,8 +26,6 @@ PAGE_SIZE = 64
 16 tokens read up to 50 % slower)."""
 MIN_ROWS = 8
 """Rows that a buffer has at least."""
-ORDER_BYTES = 4
-"""Bytes of a column in an order of columns."""
 OUTLIER_BYTES = 8
 """Bytes of an outlier: its value and its column."""
 
@@ -227,8 +225,10 @@ def _matrix(
     elif shared and nk.FORMATS[format].block_size == 1:  # a tied head: one array for both uses
         return storage_bytes(format, n_rows, n_columns)
     total = layout_bytes(format, n_rows, n_columns, on_device)
-    if model.kept_groups(operands[0].name) is not None:
-        total += ORDER_BYTES * n_columns
+    groups = model.kept_groups(operands[0].name)
+    if groups is not None:
+        whole = 0, spec.shape_of(operands[0].name)[-1]
+        total += groups.extra_bytes(operands[0].columns or whole)
     if outliers and _converted(model, operands[0]):
         total += round(outliers * n_rows * n_columns) * OUTLIER_BYTES + 4 * (n_rows + 1)
     return total

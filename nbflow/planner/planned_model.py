@@ -12,7 +12,7 @@ from typing import Any
 
 import nbflow_kernels as nk
 from nbflow.checkpoint import open_weights
-from nbflow.checkpoint.column_groups import ColumnGroups
+from nbflow.checkpoint.column_groups import StoredColumns
 from nbflow.checkpoint.quantization_config import read_quantization
 from nbflow.checkpoint.weight_file import ITEM_BYTES
 from nbflow.kv_cache.state_storage import with_state_format
@@ -20,7 +20,6 @@ from nbflow.program import build, build_cross_kv
 from nbflow.program.records import Program
 from nbflow.quantization.policy import WeightFormats, Weights, is_matrix, weight_formats
 from nbflow.quantization.prepare import no_format, transformed_spec
-from nbflow.quantization.quantizer_options import AUTO
 from nbflow.spec import ModelSpec, published, resolve
 from nbflow.spec.family import family_of_config
 from nbflow.spec.from_config import build_spec
@@ -28,6 +27,7 @@ from nbflow.spec.model_file import load_model_file
 from nbflow.spec.model_names import known_models, model_name
 from nbflow.utils.json_file import read_object
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quantizers import AUTO
 
 PUBLISHED_AS = "f16"
 """Weight type of a model known by its description only: most are published in two bytes."""
@@ -47,8 +47,8 @@ class PlannedModel:
     """Tensor name -> type in the checkpoint; `PUBLISHED_AS` for others."""
     encoder_stored: Mapping[str, str] = field(default_factory=dict)
     """Types of the encoder's tensors, if there is an encoder."""
-    column_groups: Mapping[str, ColumnGroups] = field(default_factory=dict)
-    """Groups of the columns of matrices whose columns are put into another order."""
+    column_groups: Mapping[str, StoredColumns] = field(default_factory=dict)
+    """Matrices whose columns have another order, or factors."""
 
     @cached_property
     def encoder(self) -> PlannedModel | None:
@@ -95,8 +95,8 @@ class PlannedModel:
             return None
         return dtype
 
-    def kept_groups(self, name: str) -> ColumnGroups | None:
-        """Return the groups by which the columns of a matrix are ordered, or None."""
+    def kept_groups(self, name: str) -> StoredColumns | None:
+        """Return groups or factors of the columns of a matrix, or None."""
         groups = self.column_groups.get(name)
         return None if groups is None or self.kept_format(name) is None else groups
 
@@ -268,7 +268,8 @@ def _stored_as(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, str]:
             and not name.endswith(_UNCHANGED)
             and (".moe." in name or not of_experts)
         ):
-            of_module = quantization.of(spec.checkpoint_name(name).rpartition(".")[0])
+            module = spec.checkpoint_name(name).rpartition(".")[0]
+            of_module = quantization.by_config(module)
             if of_module is not None:
                 found[name] = of_module.planned_format(shape[1], dtype)
     return found

@@ -65,6 +65,8 @@ class OpWork:
     """Formats of its weights, each with its share of them."""
     quantized: float = 0.0
     """Activations that it quantizes, if the arithmetic is int8."""
+    written_bytes: float = 0.0
+    """Results of its products."""
     sides: tuple[tuple[str, float, int], ...] = ()
     """Keys and values of attention and `append_kv`: cache format, rows read or written (a row is a
     token of a head), and elements of a row."""
@@ -183,8 +185,11 @@ class RankWork:
         buffer = self.program.buffers.get(op.inputs[0])
         rows = step.n_logits if buffer is None or buffer.rows != "tokens" else step.n_tokens
         blocks = any(nk.FORMATS[format].block_size > 1 for format in sizes)
+        out = self.program.buffers.get(op.out)
+        written = 0.0 if out is None else float(FLOAT32_BYTES * rows * out.width)
         return {
             "formats": tuple((format, n / whole) for format, n in sizes.items()),
+            "written_bytes": written,
             "quantized": float(rows * buffer.width) if buffer is not None and blocks else 0.0,
         }
 
@@ -245,7 +250,7 @@ def seconds_of(
 def _products_s(
     work: OpWork, device: Device, config: RunConfig, alone: bool, cached: float
 ) -> float:
-    """Return the time of matrix products, and of the quantization of their activations."""
+    """Return the time of matrix products, of quantizing activations, and of writing results."""
     cost, arithmetic = work.cost, device.arithmetic(config.activations)
     seconds = sum(
         device.matrix_s(
@@ -253,6 +258,8 @@ def _products_s(
         )
         for format, share in work.formats
     )
+    if device.buffer_bytes_per_s:  # products are measured with a long row for each result
+        seconds += work.written_bytes / device.buffer_bytes_per_s
     return seconds + (work.quantized * device.quantize_s if arithmetic == "int8" else 0.0)
 
 
@@ -314,6 +321,7 @@ class Stage:
         self._devices = [machine.devices[plan.rank] for plan in plans]
         self._link = machine.link([p.rank for p in plans]) if len(plans) > 1 else None
         self._multi_step_s = self._devices[0].burst_step_s if only and len(plans) == 1 else 0.0
+        self._takes_turns = machine.join_s > 0.0  # threads, which share Python's lock
         # Equal shards on equal devices cost the same: keep one of each.
         unique = {}
         for work, device in zip(self.ranks, self._devices, strict=True):
@@ -323,12 +331,13 @@ class Stage:
     def seconds(self, step: StepShape, config: RunConfig, alone: bool) -> tuple[float, float]:
         """Return the time of the stage for a step, and its communication time."""
         ranks = [list(work.segments(step, config.kv)) for work, _ in self._unique]
-        in_multi_step = self._multi_step_s and step.n_new == 1
-        total, communication = self._multi_step_s if in_multi_step else self._host(step), 0.0
         shares = [
             0.0 if device.cached is None else device.cached.of(work.read_bytes(step, config.kv))
             for work, device in self._unique
         ]
+        in_multi_step = self._multi_step_s and step.n_new == 1
+        total = self._multi_step_s if in_multi_step else self._host_s(step, min(shares))
+        communication = 0.0
         for segment in zip(*ranks, strict=True):
             n, op, _ = segment[0]
             slowest = max(
@@ -342,10 +351,10 @@ class Stage:
             communication += n * sending
         return total, communication
 
-    def _host(self, step: StepShape) -> float:
-        """Return the time of a step's host code on the slowest rank."""
-        more = step.n_sequences - 1
-        return max(device.step_s + more * device.sequence_s for device in self._devices)
+    def _host_s(self, step: StepShape, cached: float) -> float:
+        """Return the time of a step's host code until the last rank has run it."""
+        times = [device.host_s(step.n_sequences, cached) for device in self._devices]
+        return sum(times) if self._takes_turns else max(times)
 
     def _communication_s(self, op: Op, step: StepShape) -> float:
         if self._link is None or op.kind not in ("all_reduce", "all_gather"):

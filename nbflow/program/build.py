@@ -10,6 +10,7 @@ from typing import Any
 
 from nbflow.program.layer_ops import (
     add,
+    clip,
     columns_of,
     ffn_name,
     linear,
@@ -234,11 +235,12 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     copied = has_kv and spec.takes_values_from_keys(i)
     names = (q, *([k] * has_kv), *([v] * (has_kv and not copied)))
     ops += (linear(spec, i, f"attn.{name[0]}", source, name) for name in names)
+    ops += clip(spec, i, names)
     if copied:
         ops += scale(v, k, i, 1.0)
     pre_rope = spec.caches_pre_rope(i)
     key_bias: tuple[Operand, ...] = ()
-    if pre_rope and spec.qk_norm == "none":  # attention adds the bias of the keys
+    if pre_rope and ops[-2].out == k and spec.qk_norm == "none":  # attention adds keys' bias
         ops[-2], key_bias = replace(ops[-2], bias=()), ops[-2].bias
     gate: list[Op] = []
     if spec.output_gate:

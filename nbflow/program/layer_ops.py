@@ -52,6 +52,12 @@ def scale(out: str, source: str, layer: int, factor: float) -> list[Op]:
     return [Op("scale", out, (source,), layer=layer, attrs={"scale": factor})]
 
 
+def clip(spec: ModelSpec, i: int, names: tuple[str, ...]) -> list[Op]:
+    """Return the limit of queries, keys and values, if the model has one."""
+    attrs = {"limit": spec.qkv_clip}
+    return [] if not spec.qkv_clip else [Op("clip", names[0], names, layer=i, attrs=attrs)]
+
+
 def gate(out: str, gate: str, up: str, layer: int, activation: str) -> Op:
     """Return ``out = activation(gate) * up``."""
     return Op("gate", out, (gate, up), layer=layer, attrs={"activation": activation})

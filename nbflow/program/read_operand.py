@@ -88,7 +88,8 @@ def read_operand_rows(spec: ModelSpec, file: WeightFile, operand: Operand, out: 
 def _every(rows: nk.QuantTensor, step: int) -> nk.QuantTensor:
     data = np.ascontiguousarray(rows.data[::step])
     shape = len(data), rows.shape[1]
-    return nk.QuantTensor(rows.format, shape, data, column_order=rows.column_order)
+    of_columns = rows.column_order, rows.column_scales
+    return nk.QuantTensor(rows.format, shape, data, None, *of_columns)
 
 
 def _spans(

@@ -21,6 +21,7 @@ linear        out = input @ W.T + bias, W the concatenated rows of all `weights`
               with attr ``accumulate``: out += ...; ``normalize_rows``: W's rows scaled to length 1
 rope          rotate the inputs (q, k), or q alone, in place, attr ``rope``; attrs ``first``: first
               column of each head that is rotated, ``head``: columns of a head, if not those of keys
+clip          limit the magnitude of the inputs in place, attr ``limit``
 hadamard      rotate blocks of columns of the inputs in place; attr ``block``: columns of a block
 extend_keys   out = heads of the first input, then exp(rate * softplus(number)), then zeros, attr
               ``columns`` in all; the number of a head is a column of the second input from attr
@@ -112,7 +113,7 @@ from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.state_format import state_bytes
 
 Kind = Literal[
-    "embedding", "norm", "sum_squares", "linear", "rope", "hadamard", "extend_keys",
+    "embedding", "norm", "sum_squares", "linear", "clip", "rope", "hadamard", "extend_keys",
     "extend_queries", "temperature",
     "copy_heads", "heads_linear", "append_kv", "append_index", "select_keys", "sparse_attention",
     "attention", "cross_attention", "input", "activation", "gate", "conv", "sigmoid", "log_decay",

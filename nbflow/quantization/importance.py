@@ -88,8 +88,11 @@ def _sums_of_gguf(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
                 raise UsageError(f"{path}: {matrix} has no {_COUNTS[1:]}; not an importance file")
             sums = np.atleast_2d(file.array(name).astype(np.float64))
             counts = file.array(matrix + _COUNTS).astype(np.float64).reshape(-1)
-            if len(counts) != len(sums):
-                raise UsageError(f"{path}: {matrix} has {len(sums)} sums and {len(counts)} counts")
+            if sums.ndim != 2 or len(counts) != len(sums):
+                raise UsageError(
+                    f"{path}: {matrix} must have sums (experts, columns) and a count for each "
+                    f"expert, got {sums.shape} and {len(counts)} counts"
+                )
             found[matrix] = sums, counts
     if not found:
         raise UsageError(f"{path}: not an importance file: no {_SUMS[1:]} tensors")

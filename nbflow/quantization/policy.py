@@ -179,7 +179,7 @@ def weight_formats(weights: Weights) -> WeightFormats | None:
         raise UsageError(f"{path}: not a policy file: it has {path.stat().st_size:,} bytes")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
         raise UsageError(f"{path}: invalid TOML: {error}") from error
     return _parsed(data, str(path))
 

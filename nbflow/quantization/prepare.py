@@ -15,23 +15,17 @@ from numpy.typing import NDArray
 from nbflow.checkpoint import WeightFile
 from nbflow.quantization.importance import first_names
 from nbflow.quantization.policy import is_matrix
-from nbflow.quantization.quantizer_options import (
-    AUTO,
-    GPTQ_NEEDS,
-    Importance,
-    QuantizerOptions,
-)
+from nbflow.quantization.quantizer_options import GPTQ_NEEDS, Importance, QuantizerOptions
 from nbflow.quantization.transforms.awq import FormatOf, scale_columns
 from nbflow.quantization.transforms.hadamard import rotate, rotated_spec
 from nbflow.quantization.transforms.transform import WeightTransform
 from nbflow.quantization.transforms.transformed_file import TransformedFile
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.quantizers import DAMPING, QUANTIZER_NAMES
+from nbflow_kernels.quantizers import AUTO, DAMPING, QUANTIZER_NAMES
 
 TRANSFORMS = ("awq", "hadamard")
 """Parts of a name that are transforms of the model."""
-NAMES = (AUTO, *QUANTIZER_NAMES)
 
 
 def parse_quantizer(name: str) -> tuple[tuple[str, ...], str]:
@@ -46,8 +40,8 @@ def parse_quantizer(name: str) -> tuple[tuple[str, ...], str]:
     """
     parts = name.split("+")
     for part in parts:
-        if part not in (*TRANSFORMS, *NAMES):
-            raise unknown_name("quantizer", part, (*TRANSFORMS, *NAMES))
+        if part not in (*TRANSFORMS, *QUANTIZER_NAMES):
+            raise unknown_name("quantizer", part, (*TRANSFORMS, *QUANTIZER_NAMES))
     transforms = tuple(part for part in parts if part in TRANSFORMS)
     rest = parts[len(transforms) :]
     if (
@@ -57,7 +51,7 @@ def parse_quantizer(name: str) -> tuple[tuple[str, ...], str]:
     ):
         raise UsageError(
             f"a quantizer is any of {', '.join(TRANSFORMS)}, each once, and then one of "
-            f"{', '.join(NAMES)}, joined by +, e.g. 'awq+gptq'; got {name!r}"
+            f"{', '.join(QUANTIZER_NAMES)}, joined by +, e.g. 'awq+gptq'; got {name!r}"
         )
     return transforms, rest[0] if rest else AUTO
 

@@ -10,13 +10,11 @@ from numpy.typing import NDArray
 
 import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quantizers import DAMPING, default_quantizer, quantize_calibrated
+from nbflow_kernels.quantizers import AUTO, DAMPING, quantize_calibrated
 from nbflow_kernels.quantizers.gptq import Hessian
 
 Importance = Mapping[str, NDArray[Any]]
 Range = tuple[float, float]
-AUTO = "auto"
-"""The quantizer `nbflow_kernels.quantizers.default_quantizer` of each matrix's format."""
 GPTQ_NEEDS = (
     "quantizer 'gptq' needs second moments of the inputs: nbflow imatrix MODEL --full -o "
     "FILE.safetensors, then --importance FILE.safetensors"
@@ -36,7 +34,7 @@ class QuantizerOptions:
     """
 
     quantizer: str = AUTO
-    """`AUTO`, or one of `nbflow_kernels.quantizers.QUANTIZER_NAMES`."""
+    """One of `nbflow_kernels.quantizers.QUANTIZER_NAMES`."""
     importance: Importance = field(default_factory=dict)
     """Our name of a matrix -> mean squares (K,) or second moments (K, K) of its inputs."""
     act_order: bool = False
@@ -108,13 +106,10 @@ class QuantizerOptions:
         """
         if nk.FORMATS[format].block_size == 1:
             return nk.quantize(rows, format)
-        quantizer = self.quantizer
-        if quantizer == AUTO:
-            quantizer = default_quantizer(nk.FORMATS[format])
-        if quantizer in nk.quantizers.FORMAT_QUANTIZER_NAMES:
+        if self.quantizer in nk.quantizers.FORMAT_QUANTIZER_NAMES:
             squares = known if known is None or known.ndim == 1 else known.diagonal()
             return nk.quantize(
-                rows, format, quantizer=quantizer, importance=squares, outliers=self.outliers,
+                rows, format, quantizer=self.quantizer, importance=squares, outliers=self.outliers,
                 outlier_range=outlier_range,
             )  # fmt: skip
         statistics: NDArray[Any] | Hessian | None = known

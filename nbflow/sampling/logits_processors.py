@@ -93,6 +93,10 @@ class LogitsProcessors:
             check_token_ids(name, ids, n_vocab)
 
 
+class AllBannedError(UsageError):
+    """The processors of a request leave no token."""
+
+
 @dataclass(frozen=True)
 class Constrained(Strategy):
     """Strategy behind logits processors."""
@@ -191,6 +195,12 @@ class ConstrainedState(State):
             mask_token_ids(row, *ragged(banned))
         if self._matcher is not None:
             apply_token_bitmask(row, on_device_of_row(self._matcher.bitmask(row.shape[1])))
+        if not is_cuda(row) and row.max() == -math.inf:
+            raise AllBannedError(
+                "every token is banned, so that no token can be sampled; change allowed_token_ids, "
+                "banned_token_ids, logit_bias, bad_words, no_repeat_ngram_size, min_tokens or the "
+                "structure"
+            )
         return logits
 
     def _ends_of_bad_words(self) -> list[int]:

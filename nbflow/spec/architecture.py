@@ -392,11 +392,13 @@ class Architecture:
     qk_norm_after_rope: bool = False
     qk_norm_weight: bool = True
     qk_norm_layers: Literal["all", "rotated"] = "all"
+    qkv_clip: float = 0.0
     qkv_layout: Literal["blocks", "groups"] = "blocks"
     qkv_groups: int = 0
     qkv_order: Literal["qkv", "qvk"] = "qkv"
     gate_up_layout: Literal["blocks", "neighbours"] = "blocks"
     experts_transposed: bool = False
+    experts_down_transposed: bool = False
     position: Literal["rope", "alibi", "relative", "learned", "sinusoidal", "none"] = "rope"
     position_offset: int = 0
     sinusoids: Literal["none", "fairseq", "paper", "alternating"] = "none"

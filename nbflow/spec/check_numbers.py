@@ -34,65 +34,14 @@ def check_numbers(spec: Architecture) -> None:
 
 def _problems(spec: Architecture) -> Iterator[str]:
     """Yield contradictions; only the first is reported, as later checks may depend on it."""
-    if spec.n_heads % spec.n_kv_heads:
-        yield (
-            f"n_heads must be a multiple of n_kv_heads, got {spec.n_heads} and {spec.n_kv_heads}"
-        )
-    if spec.local_heads is not None:
-        yield from _local_problems(spec, spec.local_heads)
-    for rope, local in ((spec.rope, None), (spec.local_rope, spec.local_heads)):
-        most = spec.head_dim if local is None else local.key_dim
-        if rope and (rope.dim > most or rope.dim % 2 or rope.dim < 0):
-            yield f"rope.dim must be even and at most head_dim = {most}, got {rope.dim}"
-        if rope and rope.scaling is not None:
-            yield from _scaling_problems(spec, rope)
-    if spec.residual != "sequential" and spec.norm_place != "pre":
-        yield f"residual {spec.residual!r} needs norm_place 'pre', got {spec.norm_place!r}"
-    if spec.position == "relative" and (
-        not 4 <= spec.bias_buckets <= 2**16 or spec.bias_max_distance <= spec.bias_buckets // 2
-    ):
-        yield (
-            f"bias_buckets must be 4..65536 and bias_max_distance more than half of "
-            f"it, got {spec.bias_buckets} and {spec.bias_max_distance}"
-        )
-    forced = () if spec.forced_bos_id is None else (spec.forced_bos_id,)
-    for name, ids in (
-        ("banned_token_ids", spec.banned_token_ids),
-        ("forced_bos_id", forced),
-        ("forced_eos_ids", spec.forced_eos_ids),
-    ):
-        wrong = [i for i in ids if not 0 <= i < spec.vocab_size]
-        if wrong:
-            yield f"{name} must be 0..{spec.vocab_size - 1}, got {wrong[0]}"
-    if (spec.position == "sinusoidal") != (spec.sinusoids != "none"):
-        yield (
-            "position 'sinusoidal' needs sinusoids 'fairseq', 'paper' or 'alternating', and others "
-            f"none, got position {spec.position!r} and sinusoids {spec.sinusoids!r}"
-        )
-    if spec.qk_norm_after_rope and spec.latent is not None:
-        yield "qk_norm_after_rope goes without latent attention (kv_rank)"
-    if spec.qk_norm == "all" and spec.qk_norm_kind != "rms":
-        yield "qk_norm 'all' needs qk_norm_kind 'rms', got 'layer'"
-    if spec.encoder is not None and (
-        spec.residual != "sequential" or spec.norm_place not in ("pre", "post")
-    ):
-        yield (
-            "a decoder with an encoder needs residual 'sequential' and norm_place 'pre' or 'post', "
-            f"got {spec.residual!r} and {spec.norm_place!r}"
-        )
+    yield from _rope_problems(spec)
+    yield from _position_problems(spec)
+    yield from _token_problems(spec)
+    yield from _block_problems(spec)
     yield from _plugin_op_problems(spec)
     if spec.is_recurrent:
         yield from _recurrent_problems(spec)
-    if spec.output_gate_by_head and spec.transposed:
-        yield "output_gate_by_head needs matrices that are not transposed"
-    groups = spec.qkv_groups
-    if groups and (spec.n_heads % groups or spec.n_kv_heads % groups):
-        yield (
-            f"qkv_groups must divide n_heads and n_kv_heads, got {groups} for {spec.n_heads} and "
-            f"{spec.n_kv_heads}"
-        )
-    if spec.output_gate and spec.latent is not None:
-        yield "output_gate goes without latent attention (kv_rank)"
+    yield from _projection_problems(spec)
     if spec.attention is not None:
         yield from _variant_problems(spec, spec.attention)
     if spec.latent is not None:
@@ -110,6 +59,82 @@ def _problems(spec: Architecture) -> Iterator[str]:
     yield from _sharing_problems(spec)
     yield from _around_problems(spec)
     yield from _mask_problems(spec)
+
+
+def _rope_problems(spec: Architecture) -> Iterator[str]:
+    """Yield problems of heads and the rotation of queries and keys."""
+    if spec.n_heads % spec.n_kv_heads:
+        yield (
+            f"n_heads must be a multiple of n_kv_heads, got {spec.n_heads} and {spec.n_kv_heads}"
+        )
+    if spec.local_heads is not None:
+        yield from _local_problems(spec, spec.local_heads)
+    for rope, local in ((spec.rope, None), (spec.local_rope, spec.local_heads)):
+        most = spec.head_dim if local is None else local.key_dim
+        if rope and (rope.dim > most or rope.dim % 2 or rope.dim < 0):
+            yield f"rope.dim must be even and at most head_dim = {most}, got {rope.dim}"
+        if rope and rope.scaling is not None:
+            yield from _scaling_problems(spec, rope)
+
+
+def _position_problems(spec: Architecture) -> Iterator[str]:
+    """Yield problems of residuals and positions."""
+    if spec.residual != "sequential" and spec.norm_place != "pre":
+        yield f"residual {spec.residual!r} needs norm_place 'pre', got {spec.norm_place!r}"
+    if spec.position == "relative" and (
+        not 4 <= spec.bias_buckets <= 2**16 or spec.bias_max_distance <= spec.bias_buckets // 2
+    ):
+        yield (
+            f"bias_buckets must be 4..65536 and bias_max_distance more than half of "
+            f"it, got {spec.bias_buckets} and {spec.bias_max_distance}"
+        )
+    if (spec.position == "sinusoidal") != (spec.sinusoids != "none"):
+        yield (
+            "position 'sinusoidal' needs sinusoids 'fairseq', 'paper' or 'alternating', and others "
+            f"none, got position {spec.position!r} and sinusoids {spec.sinusoids!r}"
+        )
+
+
+def _token_problems(spec: Architecture) -> Iterator[str]:
+    """Yield problems of token ids."""
+    forced = () if spec.forced_bos_id is None else (spec.forced_bos_id,)
+    for name, ids in (
+        ("banned_token_ids", spec.banned_token_ids),
+        ("forced_bos_id", forced),
+        ("forced_eos_ids", spec.forced_eos_ids),
+    ):
+        wrong = [i for i in ids if not 0 <= i < spec.vocab_size]
+        if wrong:
+            yield f"{name} must be 0..{spec.vocab_size - 1}, got {wrong[0]}"
+
+
+def _block_problems(spec: Architecture) -> Iterator[str]:
+    """Yield problems of norms and of decoders with an encoder."""
+    if spec.qk_norm_after_rope and spec.latent is not None:
+        yield "qk_norm_after_rope goes without latent attention (kv_rank)"
+    if spec.qk_norm == "all" and spec.qk_norm_kind != "rms":
+        yield "qk_norm 'all' needs qk_norm_kind 'rms', got 'layer'"
+    if spec.encoder is not None and (
+        spec.residual != "sequential" or spec.norm_place not in ("pre", "post")
+    ):
+        yield (
+            "a decoder with an encoder needs residual 'sequential' and norm_place 'pre' or 'post', "
+            f"got {spec.residual!r} and {spec.norm_place!r}"
+        )
+
+
+def _projection_problems(spec: Architecture) -> Iterator[str]:
+    """Yield problems of output gates and of q, k and v in one matrix."""
+    if spec.output_gate_by_head and spec.transposed:
+        yield "output_gate_by_head needs matrices that are not transposed"
+    groups = spec.qkv_groups
+    if groups and (spec.n_heads % groups or spec.n_kv_heads % groups):
+        yield (
+            f"qkv_groups must divide n_heads and n_kv_heads, got {groups} for {spec.n_heads} and "
+            f"{spec.n_kv_heads}"
+        )
+    if spec.output_gate and spec.latent is not None:
+        yield "output_gate goes without latent attention (kv_rank)"
 
 
 def _sharing_problems(spec: Architecture) -> Iterator[str]:

@@ -87,7 +87,12 @@ def _can_be_weights(weights: WeightFile, name: str) -> bool:
 
 
 def _fits(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a stored shape is ours; a vector may be stored in rows, e.g. one per group."""
+    """Return whether a stored shape is ours.
+
+    A vector may be stored in rows, e.g. one per group, and the matrices of all experts as one.
+    """
+    if len(shape) == 3 and len(stored) == 2:
+        return stored == (shape[0] * shape[1], shape[2])
     return _squeezed(stored) == _squeezed(shape) or (
         len(shape) == 1 and math.prod(stored) == shape[0]
     )

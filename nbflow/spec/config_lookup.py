@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nbflow.spec.family import ABSENT
+from nbflow.spec.family import ABSENT, Family
+
+
+def complete(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """Return a configuration with the text model's keys at its top, and keys not stated."""
+    nested = config.get(family.text_config) if family.text_config else None
+    if isinstance(nested, Mapping):
+        own = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config = {**config, **nested, **own}  # the head is that of the whole model
+    return {**family.absent, **config}
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:

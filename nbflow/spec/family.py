@@ -1,7 +1,7 @@
 """Family files (`families/*.toml`): an architecture as a choice of known parts.
 
 `FAMILY_KEYS` lists the tables of a file, `ConfigRule` and `OnlyRule` the keys of a rule;
-docs/bring_your_own_architecture.md explains both with an example.
+docs/bring_your_own_architecture.md explains both with an example, docs/family_files.md lists all.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from nbflow.spec.fields import FIELDS, LAYER_FIELDS, check_field
 from nbflow.spec.formula import FUNCTIONS, check_formula
 from nbflow.spec.plugin_ops import TENSOR_NAME
 from nbflow.spec.tensor_names import FUSED, LINEARS, STACKED_NUMBERS, TENSOR_NAMES
+from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_specs import FAMILIES
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
+_LONGEST_NAME = 200  # file systems have 255 bytes
 ABSENT = "absent"
-"""Value in ``when`` of a key that is null or missing."""
+"""Value in ``when`` of a key that is null or missing; in ``[absent]`` it takes the base's away."""
 ALWAYS = "always"
 """Switch of biases that every member has."""
 STORED = "stored"
@@ -42,6 +44,7 @@ FAMILY_KEYS = {
     "prefix": "prefix that some checkpoints put before tensor names",
     "prefixes": "prefix of names under [tensors] = others that checkpoints have in its place",
     "structure": "fields that are the same for all members",
+    "absent": "key of config.json = value that it has where config.json has no such key",
     "config": "field = rule for config.json, or a list of rules of which the first value counts",
     "layer": "NAME = kind of layer that layer_types names: mixer, feed_forward, op, "
     "feed_forward_op, window, norm_place",
@@ -123,6 +126,8 @@ class Family:
     """Prefix of tensor names -> others in its place."""
     structure: dict[str, Any]
     """Fields of all members."""
+    absent: dict[str, Any]
+    """Key of config.json -> value where it is not stated; null is stated."""
     config: dict[str, tuple[ConfigRule, ...]]
     """Field -> its rules, in order."""
     layers: dict[str, LayerKind]
@@ -186,6 +191,8 @@ def encoder_of(family: Family) -> Family | None:
 def _find(name: str, where: str, beside: Path | None) -> Path:
     """Return the file of a family: NAME.toml next to a file but not itself, or the package's."""
     own: list[Path] = []
+    if len(name) > _LONGEST_NAME:
+        raise UsageError(f"{where} must be the name of a family, got {shown(name)}")
     if beside is not None and beside.parent != FAMILIES:
         given = Path(name)
         own = [beside.parent / (given if given.suffix == ".toml" else f"{name}.toml")]
@@ -252,6 +259,7 @@ def check_family(content: dict[str, Any], path: Path) -> Family:
             for prefix, others in table["prefixes"].items()
         },
         structure=check_fields(table["structure"], f"{path}: [structure]"),
+        absent={key: value for key, value in table["absent"].items() if value != ABSENT},
         config=config,
         layers=LAYER_KINDS | _layer_kinds(table["layer"], f"{path}: [layer"),
         biases={key: _biased(names, f"{path}: [biases] {key}") for key, names in biases.items()},
@@ -276,7 +284,10 @@ def _extended(table: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict
             "key of config.json that says it"
         )
     check_keys(table, str(path), FAMILY_KEYS)
-    tables = ("prefixes", "structure", "config", "layer", "biases", "only", "tensors", "ignored")
+    tables = (
+        "prefixes", "structure", "absent", "config", "layer", "biases", "only", "tensors",
+        "ignored",
+    )  # fmt: skip
     for part in tables:
         allowed = ("tensors",) if part == "ignored" else table.get(part, {})
         check_keys(table.setdefault(part, {}), f"{path}: [{part}]", allowed)
@@ -306,7 +317,7 @@ def _extended(table: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict
 
 def config_keys(family: Family) -> list[str]:
     """Return the top-level keys of config.json that a family and its encoder read."""
-    names = [*family.biases, *family.only, QUANTIZATION]
+    names = [*family.biases, *family.only, *family.absent, QUANTIZATION]
     for only in family.only.values():
         names += only.when
     for rules in family.config.values():

@@ -105,6 +105,9 @@ FIELDS: dict[str, Field] = {
         ("all", "rotated"), "layers with that norm: all, or those with rotation", "all"
     ),
     # attention
+    "qkv_clip": Field(
+        float, "largest magnitude of queries, keys and values; 0: no limit", 0.0, least=0.0
+    ),
     "causal": Field(bool, "causal mask; false for encoders", True),
     "sm_scale": Field(
         float,
@@ -445,6 +448,9 @@ FIELDS: dict[str, Field] = {
     ),
     "experts_transposed": Field(
         bool, "the fused matrices of all experts are stored (in, out)", False
+    ),
+    "experts_down_transposed": Field(
+        bool, "the fused matrix of all experts behind their activation is stored (in, out)", False
     ),
     "gate_up_layout": Field(
         ("blocks", "neighbours"),

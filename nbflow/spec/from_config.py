@@ -16,7 +16,7 @@ from nbflow.spec.architecture import (
     LayerKind,
     MoeSpec,
 )
-from nbflow.spec.config_lookup import full_key, holds, lookup, same_value
+from nbflow.spec.config_lookup import complete, full_key, holds, lookup, same_value
 from nbflow.spec.family import ConfigRule, Family, encoder_of
 from nbflow.spec.fields import FIELDS, MAX_ITEMS, REQUIRED, check_field
 from nbflow.spec.formula import evaluate
@@ -87,10 +87,7 @@ def build_spec(
         If a field is missing or of a wrong type, or the configuration requires a computation that
         the family does not describe.
     """
-    nested = config.get(family.text_config) if family.text_config else None
-    if isinstance(nested, Mapping):
-        own = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-        config = {**config, **nested, **own}  # the head is that of the whole model
+    config = complete(config, family)
     _refuse_unsupported(family, config, where)
     held = () if checkpoint_tensors is None else checkpoint_tensors
     values = _values(family, config, where, override or {}, held)
@@ -242,11 +239,15 @@ def _from_config(
     """Return the value of a field by one rule, or None."""
     if not holds(rule.when, config):
         return None
+    if (rule.has or rule.kinds) and not isinstance(values["n_layers"], int):
+        return None  # reported as missing
     if rule.has:
         words = words_by_tensor(rule.has, values["n_layers"], held)
         return words if rule.where is None else layers_with(rule.where, words)
     for key in rule.keys:
         value = lookup(config, key)
+        if value is None and _is_switch(field, rule) and key in config:
+            value = False  # as in the published code, where null is not true
         if value is None or value == {}:  # an empty table of scalings is absent
             continue
         if rule.count:
@@ -288,6 +289,12 @@ def _from_config(
     if rule.kinds and rule.default is not None:
         return types_of(rule.default, rule, values["n_layers"], f"{where}: {field}")
     return rule.default
+
+
+def _is_switch(field: str, rule: ConfigRule) -> bool:
+    """Return whether a rule reads true and false, and is true without a key."""
+    is_true = FIELDS[field].kind is bool and rule.default is True and field != "tied_head"
+    return is_true or "false" in rule.values
 
 
 def _common(each: Sequence[Any], where: str) -> Any:

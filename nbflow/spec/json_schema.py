@@ -49,6 +49,7 @@ def family_schema() -> dict[str, Any]:
                 "prefix": {"type": "string"},
                 "prefixes": _map(_STRINGS),
                 "structure": _fields_schema(),
+                "absent": {"type": "object"},
                 "config": _table({name: {"$ref": "#/$defs/rule"} for name in FIELDS}),
                 "layer": _map(_fields_schema(LAYER_FIELDS)),
                 "biases": _map({"type": "array", "items": {"enum": list(LINEARS)}}),

@@ -28,7 +28,7 @@ def ropes(
         return RopeSpec(style, theta, 0), None, 1.0
     dim = values["rope_dim"]
     if dim is None:
-        dim = int(values["head_dim"] * values["rope_fraction"])
+        dim = int(values["head_dim"] * _fraction(values))
     max_context = values["max_context"]
     try:
         theta = _stretched(values, dim)
@@ -44,9 +44,9 @@ def ropes(
             factor = float(scaling.softmax_factor)
     except (UsageError, TypeError, ArithmeticError) as error:
         raise UsageError(f"{where}: rope_scaling: {error}") from error
-    local = values["local_rope_theta"]
-    local_dim, head_dim = dim, values["local_head_dim"]
-    if head_dim is not None and values["rope_dim"] is None:
+    local, local_dim = values["local_rope_theta"], values["rope_dim"]
+    if local_dim is None:
+        head_dim = values["local_head_dim"] or values["head_dim"]
         local_dim = int(head_dim * values["rope_fraction"])
     local_rope = None if local is None else RopeSpec(style, local, local_dim)
     return RopeSpec(style, theta, dim, scaling), local_rope, factor
@@ -95,6 +95,12 @@ def _stretched(values: Mapping[str, Any], dim: int) -> float:
     if not 0 < factor <= MAX_ALPHA:
         raise UsageError(f"alpha must be above 0 and at most {MAX_ALPHA:g}, got {factor:g}")
     return float(theta * factor ** (dim / max(1, dim - 2)))
+
+
+def _fraction(values: Mapping[str, Any]) -> float:
+    """Return the fraction of columns that form pairs; a proportional scaling says which rotate."""
+    is_whole = _kind(values["rope_scaling"] or {}) == "proportional"
+    return 1.0 if is_whole else float(values["rope_fraction"])
 
 
 def _kind(table: Mapping[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from nbflow.spec.layer_types import first_layers
 from nbflow.spec.tensor_names import FUSED
 from nbflow.utils.toml_schema import check_value
 
+_EXPERT = "layers.{i}.moe.{j}"
 N_BEHIND = 4
 """Layers for the prediction of several tokens that a checkpoint may hold behind the last one."""
 
@@ -35,7 +36,8 @@ def stored_names(
         return any(name.replace("{i}", str(i)).replace("{j}", "0") in checkpoint for i in layers)
 
     chosen = {}
-    for ours, allowed in {**family.tensors, **tensors}.items():
+    named = {**family.tensors, **tensors}
+    for ours, allowed in {**_with_stacked_experts(named), **tensors}.items():
         if ours in tensors or not family.prefix:
             candidates = list(allowed)
         else:
@@ -52,6 +54,26 @@ def stored_names(
             chosen[ours] = next(filter(present, candidates), candidates[0])
     _prefer_stored(chosen, present)
     return chosen
+
+
+def _with_stacked_experts(
+    names: Mapping[str, Sequence[str]],
+) -> dict[str, Sequence[str]]:
+    """Return names of tensors, and those of the experts' matrices as transformers 5 holds them.
+
+    It stacks the matrices of all experts, and writes them so on request.
+    """
+    found = dict(names)
+    gate = f"{_EXPERT}.gate.weight"
+    parts = {_EXPERT + ".down": "down_proj", _EXPERT + ".up": "up_proj"}
+    if names.get(gate):
+        parts = {_EXPERT + ".down": "down_proj", _EXPERT + ".gate_up": "gate_up_proj"}
+    for part, stacked in parts.items():
+        of_each = names.get(f"{part}.weight") or names.get(gate, ())
+        wholes = (name.partition(".{j}.")[0] for name in of_each if ".experts.{j}." in name)
+        added = (f"{whole}.{stacked}" for whole in dict.fromkeys(wholes))
+        found[f"{part}.weight"] = (*names.get(f"{part}.weight", ()), *added)
+    return found
 
 
 def _prefer_stored(names: dict[str, str], present: Any) -> None:

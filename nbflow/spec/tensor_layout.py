@@ -207,7 +207,7 @@ def _expert(
     if "{j}" in pattern:
         rows = ((first, end),) if n_stored > n else None
         return TensorLayout(pattern.replace("{j}", j), (n_stored, shape[1]), rows, step=step)
-    if spec.experts_transposed:
+    if spec.experts_transposed or (spec.experts_down_transposed and inner == "down.weight"):
         whole = (spec.moe.n_experts, shape[1], n_stored)
         base = int(j) * shape[1]
         return TensorLayout(pattern, whole, ((first, end),), transposed=True, step=step, base=base)

@@ -1,6 +1,6 @@
 """Names and shapes of the tensors of a `ModelSpec`.
 
-"Tensors" in docs/bring_your_own_architecture.md lists all names and shapes.  Abbreviations: E
+"Tensors" in docs/family_files.md lists all names and shapes.  Abbreviations: E
 hidden_size, W embed_width, FF width of a feed-forward network, H heads of D columns, Dr rotated
 columns.
 """

@@ -64,10 +64,10 @@ _YOUTU_SCRIPTS = (
 )
 
 
-def _cased_words(marks: str = r"\p{M}", ending: str = "", but: str = "") -> str:
+def _cased_words(ending: str = "", but: str = "") -> str:
     """Return gpt-4o's pattern of words that begin with capitals or end in small letters."""
-    capital = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}{marks}{but}]"
-    small = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}{marks}{but}]"
+    capital = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
+    small = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     before = r"[^\r\n\p{L}\p{N}]?"
     return f"{before}{capital}*{small}+{ending}|{before}{capital}+{small}*{ending}"
 

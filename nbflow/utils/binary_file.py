@@ -94,23 +94,16 @@ def read_text(path: Path, max_bytes: int, kind: str) -> str:
 
 
 class ByteCursor:
-    """Sequential reader; every length is checked against the end before memory is allocated.
+    """Sequential reader; every length is checked against the end before memory is allocated."""
 
-    It reads the bytes from `start` to `stop`, by default all; `order` is the byte order of the
-    numbers, as in `struct`.
-    """
-
-    def __init__(
-        self, file: ByteFile, start: int = 0, stop: int | None = None, order: str = "<"
-    ) -> None:
+    def __init__(self, file: ByteFile) -> None:
         self.file = file
-        self.position = start
+        self.position = 0
         """Next byte, counted from the beginning of the file."""
-        self.stop = file.size if stop is None else stop
-        """End of the range."""
-        self.order = order
-        """Byte order of the numbers."""
-        self._begin = start  # offset of the buffer in the file
+        self.stop = file.size
+        self.order = "<"
+        """Byte order of the numbers, as in `struct`."""
+        self._begin = 0  # offset of the buffer in the file
         self._buffer = b""
 
     @property
@@ -120,6 +113,11 @@ class ByteCursor:
 
     def take(self, n_bytes: int, what: str) -> bytes:
         """Return the next `n_bytes` bytes; `what` names them in the error message."""
+        if n_bytes < 0:
+            raise UsageError(
+                f"{self.file.path}: {what} at byte {self.position} states {n_bytes} bytes; it is "
+                "damaged"
+            )
         begin = self.position - self._begin
         if begin + n_bytes > len(self._buffer):
             if n_bytes > self.left:

@@ -62,12 +62,12 @@ def check_keys(table: Any, where: str, allowed: Iterable[str], hint: str = "") -
 
 def _unknown_key(where: str, key: str, names: list[str]) -> UsageError:
     """Return the error for an unknown key, with close names if there are many."""
-    close = difflib.get_close_matches(key, names, n=3)
-    if not close or len(names) <= _MOST_NAMES:
+    if len(names) <= _MOST_NAMES:
         return UsageError(f"{where}: {unknown_name('key', key, names)}")
+    close = difflib.get_close_matches(key, names, n=3)
+    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
     return UsageError(
-        f"{where}: unknown key {key!r}; did you mean {' or '.join(map(repr, close))}? All "
-        f"{len(names)} are in docs/bring_your_own_architecture.md"
+        f"{where}: unknown key {shown(key)}{hint} All {len(names)} are in docs/family_files.md"
     )
 
 

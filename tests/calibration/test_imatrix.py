@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,14 @@ def test_merged_files_are_those_of_both_texts(llama: Path, tmp_path: Path) -> No
     ):
         with pytest.raises(UsageError, match=message):
             merge(wrong, tmp_path / "m.gguf")
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    path = tmp_path / "bad.dat"
+    # a length below 0 would move back in the file
+    path.write_bytes(struct.pack("<iii", 2, -8, 0) + bytes(64))
+    with pytest.raises(UsageError, match=r"entry 0 at byte 8 states -8 bytes; it is damaged"):
+        read_importance(path)
 
 
 def test_command(llama: Path, tmp_path: Path, capsys: Any) -> None:

@@ -5,24 +5,16 @@ In processes of their own, because the tool watches imports, limits memory and u
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
-from mpirun import SOURCES
+from mpirun import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    paths = [*SOURCES, ROOT / "tools" / "checkpoints", os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
-    )
+    return python(*arguments, paths=[ROOT / "tools" / "checkpoints"])
 
 
 def test_mutated_files_are_refused_or_read(tmp_path: Path) -> None:

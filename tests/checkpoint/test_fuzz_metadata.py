@@ -5,12 +5,10 @@ In a process of its own, because the tool limits memory and replaces processes t
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
-from mpirun import SOURCES
+from mpirun import python
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = (
@@ -20,13 +18,7 @@ FAMILIES = (
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    paths = [*SOURCES, ROOT / "tools" / "checkpoints", os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
-    )
+    return python(*arguments, paths=[ROOT / "tools" / "checkpoints"])
 
 
 def test_mutated_metadata_is_refused_or_used(tmp_path: Path) -> None:

@@ -68,6 +68,9 @@ FORMATS = {
 }
 """Golden file -> the format its matrix is read as."""
 X = "layers.0.X.weight"
+NF4 = "weight.quant_state.bitsandbytes__nf4"
+FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
+"""Weights of Quark."""
 
 
 def stated(name: str) -> dict[str, Any]:
@@ -139,8 +142,16 @@ def test_mxfp4_of_quark(tmp_path: Path):
         ("hqq_4_64_axis1_float16", {"shape": [1 << 40, 1 << 40]}, "must be u8"),
         ("hqq_4_64_axis1_float16", {"quant_zero": 1}, "quant_zero is not supported"),
         ("hqq_6_64_axis1_float16", {"nbits": 3}, "codes must be below 8, as its nbits says"),
+        ("hqq_4_64_axis1_float16", {"group_size": np.float32("nan")}, "must be finite numbers"),
+        ("bnb_nf4", {NF4: {"blocksize": 1 << 30}}, "blocksize must be at most 65536"),
+        ("bnb_nf4", {NF4: {"nested_offset": 10**400}}, "must be a finite number"),
+        ("torchao_int8", {"_weight_qdata": np.zeros((64, 0))}, "0 columns must be equal groups"),
         ("torchao_int8", {"_weight_scale": None}, "codes with scales, layers.0.X._weight_scale"),
-        ("torchao_int8", {"_weight_act_pre_scale": 1}, "act_pre_scale.* are not supported"),
+        (
+            "torchao_int8",
+            {"_weight_act_pre_scale": 1},
+            "act_pre_scale.* must be 128 floats, one for each column",
+        ),
         ("torchao_int8", {"_weight_scale": [[1.0]]}, r"must be f32 or bf16 or f16 \(64, 1\)"),
     ],
 )
@@ -150,8 +161,12 @@ def test_tensors_that_describe_themselves_are_checked(name, changes, message, tm
         key = f"layers.0.X.{part}"
         if value is None:
             del tensors[key]
+        elif part == NF4:
+            text = json.dumps({"shape": [64, 128], "blocksize": 64} | value)
+            tensors[key] = np.frombuffer(text.encode(), np.uint8)
         else:
-            tensors[key] = np.array(value, tensors.get(key, np.zeros(1, np.uint8)).dtype)
+            dtype = tensors.get(key, np.zeros(1, np.uint8)).dtype
+            tensors[key] = np.array(value, np.float32 if part == "group_size" else dtype)
     with pytest.raises(UsageError, match=message), opened(tmp_path, tensors, stated(name)) as found:
         found.array(X)
 
@@ -183,7 +198,7 @@ def test_words_hold_a_stream_of_bits(bits: int):
     )
 
 
-@pytest.mark.parametrize("method", ["gptq", "gptq_act_order", "awq", "hqq", "nf4"])
+@pytest.mark.parametrize("method", ["gptq", "gptq_act_order", "awq", "hqq", "modelopt_awq", "nf4"])
 def test_a_model_computes_with_the_stored_codes(method: str, tmp_path: Path):
     packed, plain = packed_checkpoints.write_packed(tmp_path, method)
     ids = list(range(5, 45))
@@ -213,6 +228,28 @@ def test_act_order_in_other_arithmetic(activations: str, most: float, tmp_path: 
         assert 0 < np.abs(found - wanted).max() < most * np.abs(wanted).max(), partition
 
 
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("is of a matrix that is missing", {"weight": None}),
+        ("must be 256 floats, one for each column, got f32", {"pre_quant_scale": 255}),
+        ("must be of a quantized matrix", {"weight": 256}),
+    ],
+)
+def test_factors_of_columns_are_checked(message: str, change: dict, tmp_path: Path):
+    packed, _ = packed_checkpoints.write_packed(tmp_path, "modelopt_awq")
+    tensors = load_file(packed / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    for part, n in change.items():
+        if n is None:
+            del tensors[f"{name}.{part}"]
+        else:
+            tensors[f"{name}.{part}"] = np.ones((8, n) if part == "weight" else n, np.float32)
+    save_file(tensors, packed / "model.safetensors")
+    with pytest.raises(UsageError, match=message), open_weights(packed):
+        pass
+
+
 @pytest.mark.parametrize("partition", ["0", "0&1"])
 def test_memory_of_act_order_is_planned(partition: str, tmp_path: Path):
     """A rank's columns have a part of each group, in blocks of its own size with padding."""
@@ -230,6 +267,15 @@ def test_memory_of_act_order_is_planned(partition: str, tmp_path: Path):
     assert [rank["weight_bytes"] for rank in held] == [rank.weight_bytes for rank in planned]
     without = plan_memory(packed, **{**options, "activations": "f32"}).ranks
     assert all(a.workspace_bytes > b.workspace_bytes for a, b in zip(planned, without, strict=True))
+
+
+def test_memory_of_factors_is_planned(tmp_path: Path):
+    packed, _ = packed_checkpoints.write_packed(tmp_path, "modelopt_awq")
+    options: dict[str, Any] = {"partition": "0&1", "max_step_tokens": 64}
+    with nbflow.load(packed, **options) as model:
+        held = model.memory()
+    planned = plan_memory(packed, **options).ranks
+    assert [rank["weight_bytes"] for rank in held] == [rank.weight_bytes for rank in planned]
 
 
 def test_experts_in_act_order(tmp_path: Path):
@@ -264,15 +310,24 @@ def test_formats_are_kept_planned_and_named(tmp_path: Path, capsys: pytest.Captu
     assert planned_model(packed / "config.json").format_of(name) == "uint4_g64"
 
 
-def test_inspect_names_act_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    packed, _ = packed_checkpoints.write_packed(tmp_path, "gptq_act_order")
+@pytest.mark.parametrize(
+    ("method", "shown", "key"),
+    [
+        ("gptq_act_order", "uint4_g64 act-order", "act_order"),
+        ("modelopt_awq", "int4_g64_f32 scaled-columns", "column_scales"),
+    ],
+)
+def test_inspect_names_columns(
+    method: str, shown: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    packed, _ = packed_checkpoints.write_packed(tmp_path, method)
     words = ["inspect", str(packed), "--tensor", "*.0.*q_proj.weight"]
     for more in ([], ["--json"]):
         with pytest.raises(SystemExit, match="0"):
             cli.main([*words, *more])
     text, _, facts = capsys.readouterr().out.partition("{")
-    assert "uint4_g64 act-order" in text
-    assert [t["act_order"] for t in json.loads("{" + facts)["tensors"]] == [True]
+    assert shown in text
+    assert [bool(t[key]) for t in json.loads("{" + facts)["tensors"]] == [True]
 
 
 @pytest.mark.parametrize(
@@ -293,6 +348,17 @@ def test_inspect_names_act_order(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (stated("torchao_int4"), "uint4_g64_base"),
         (stated("torchao_nvfp4"), "e2m1_g16_f32"),
         (stated("quark_int4"), "int4_g32"),
+        (
+            stated("quark_int4") | {"layer_type_quant_config": {"Linear": {"weight": FP8}}},
+            "f32",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "int4_g128"),
+        (stated("awq_4_64") | {"modules_to_not_convert": ["layers.0.self_attn"]}, "f16"),
+        (stated("bnb_nf4") | {"llm_int8_skip_modules": ["q_proj"]}, "f16"),
+        (stated("bnb_nf4") | {"llm_int8_skip_modules": ["q_pro"]}, "nf4_b64"),
+        (stated("pack_4_32") | {"ignore": ["re:.*layers.0.*"]}, "f16"),
+        (stated("modelopt_nvfp4") | {"ignore": ["model.layers.0*"]}, "f16"),
+        (stated("gptq_4_32_act") | {"modules_in_block_to_quantize": [["mlp.up_proj"]]}, "f16"),
     ],
 )
 def test_formats_by_the_configuration_alone(config, format, tmp_path: Path):
@@ -442,6 +508,8 @@ def test_wrong_tensors(change, config, message, tmp_path: Path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"quant_method": "gptq", "bits": 4.0}, r"bits = 4\.0 is not supported; it must be 2 or"),
+        ({"quant_method": "gptq", "bits": 4, "sym": 1}, r"sym = 1 is not supported"),
         ({"quant_method": "gptq", "bits": 5}, r"bits = 5 is not supported; it must be 2 or 3 or"),
         ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "group_size must be a number"),
         (
@@ -464,12 +532,12 @@ def test_wrong_tensors(change, config, message, tmp_path: Path):
         ({"quant_method": "higgs"}, "quant_method = 'higgs' is not supported"),
         ({"quant_method": "quark"}, "global_quant_config.weight must be a table, got None"),
         (
-            stated("quark_int4") | {"layer_quant_config": {"a": {}}},
-            r"layer_quant_config\.'a'\.weight must be a table, got None",
+            stated("quark_int4") | {"layer_quant_config": {"a": {"weight": 1}}},
+            r"layer_quant_config\.'a'\.weight must be a table, got 1",
         ),
         (
-            stated("quark_int4") | {"layer_type_quant_config": {"nn.Linear": {}}},
-            "layer_type_quant_config: settings by the class of modules are not supported",
+            stated("quark_int4") | {"layer_type_quant_config": {"My": {"weight": FP8}}},
+            "'My': quantized modules of class My are not supported",
         ),
         (
             {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-import subprocess
 import sys
 import time
 import tracemalloc
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mpirun import SOURCES
+from mpirun import python
 from torch_files import MAGIC_NUMBER, Name, Opcodes, Persistent, Raw, pickled, write_zip
 
 from nbflow.checkpoint import open_weights
@@ -302,15 +301,10 @@ def open_all_watched(folder: Path) -> list[str]:
 
 def test_nothing_is_imported_executed_or_written(tmp_path: Path) -> None:
     here = Path(__file__).resolve()
-    paths = [here.parent, here.parents[1], here.parents[1] / "helpers", *SOURCES]
+    paths = [here.parent, here.parents[1], here.parents[1] / "helpers"]
     imports = "import pathlib, sys, test_torch_pickle_hostile as t"
     code = f"{imports}; print(t.open_all_watched(pathlib.Path("
-    result = subprocess.run(
-        [sys.executable, "-c", f"{code}sys.argv[1])))", tmp_path],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
-    )
+    result = python("-c", f"{code}sys.argv[1])))", tmp_path, paths=paths)
     # Only the final self-test of the watch.
     assert result.stdout.strip() == "['os.system']", result.stderr
 

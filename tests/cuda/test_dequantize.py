@@ -116,9 +116,10 @@ def test_rows_outliers_and_indices_that_are_no_rows(weights: np.ndarray, cupy: A
     np.testing.assert_array_equal(nk.dequantize(there).get(), nk.dequantize(qt))
 
 
-@pytest.mark.parametrize("dropped", [False, True])
-def test_columns_in_another_order(dropped: bool, cupy: Any) -> None:
-    qt = reordered(np.random.default_rng(0), 21, 203, "uint4_g32", reordered=True)
+@pytest.mark.parametrize(("dropped", "scaled"), [(False, False), (True, False), (True, True)])
+def test_columns_in_another_order(dropped: bool, scaled: bool, cupy: Any) -> None:
+    rng = np.random.default_rng(0)
+    qt = reordered(rng, 21, 203, "uint4_g32", reordered=True, scaled=scaled)
     wanted, there = nk.dequantize(qt), qt.to_device(cupy.zeros(1))
     if dropped:
         there.drop_storage()

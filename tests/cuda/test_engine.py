@@ -135,10 +135,13 @@ def test_the_bundled_model(cupy: Any) -> None:
 
 
 @pytest.mark.compiler
-def test_columns_in_act_order(cupy: Any, tmp_path: Path) -> None:
-    """Matrices and experts of GPTQ, whose groups of 8 columns are filled up to blocks of 16."""
+@pytest.mark.parametrize(("method", "group"), [("gptq_act_order", 8), ("modelopt_awq", 16)])
+def test_columns_with_an_order_or_factors(
+    method: str, group: int, cupy: Any, tmp_path: Path
+) -> None:
+    """Matrices and experts; groups of 8 columns in any order are filled up to blocks of 16."""
     source, ids = FOLDER / "mixtral", [5, 6, 7]
-    packed, plain = write_packed(tmp_path, "gptq_act_order", source, group=8)
+    packed, plain = write_packed(tmp_path, method, source, group=group)
     with nbflow.load(plain, kv="f32") as model:
         expected = model.logits(ids)
     with nbflow.load(packed, device="emulator", max_step_tokens=3, kv="f32") as model:

@@ -136,7 +136,7 @@ def test_stated_numbers_of_models():
         stated = int(re.search(pattern, comparison)[1])
         assert stated < found <= stated + 30, pattern
     released = len(list((specs / "models").glob("*.toml")))
-    for name in ("models.md", "bring_your_own_architecture.md"):
+    for name in ("models.md", "family_files.md"):
         assert f"Some {round(released, -1)} released models" in page(name)
 
 

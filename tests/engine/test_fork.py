@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_child import in_forked_child
 
 import nbflow
 from nbflow.engine.llm_engine import EngineClosed
 from nbflow_kernels.cpu import graph
-from nbflow_kernels.errors import UsageError
 
-WAIT_S = 60.0
 PROMPT = [1, 2, 3, 4, 5]
-
-
-def _in_forked_child(function: Callable[[], Any]) -> Any:
-    """Return the result or error message of a function in a forked child."""
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-
-    def run() -> None:
-        try:
-            there.send(function())
-        except UsageError as error:
-            there.send(f"{type(error).__name__}: {error}")
-
-    child = context.Process(target=run)
-    child.start()
-    there.close()
-    try:
-        assert here.poll(WAIT_S), "the child hangs"
-        return here.recv()
-    finally:
-        child.kill()
-        child.join()
 
 
 def _tokens(model: nbflow.LLM) -> list[int]:
@@ -62,20 +37,20 @@ def test_child_generates_with_the_model_of_its_parent_and_with_its_own(checkpoin
             with _load(checkpoint, threads=2) as own:
                 return [_tokens(model), _tokens(own), _tokens(model)]
 
-        assert _in_forked_child(generate) == [expected] * 3
+        assert in_forked_child(generate) == [expected] * 3
         assert _tokens(model) == expected
 
 
 def test_child_says_that_ranks_that_are_threads_stayed_behind(checkpoint: Path) -> None:
     with _load(checkpoint, partition="0&1", threads=1) as model:
         expected = _tokens(model)
-        assert "which was forked; load the model here" in _in_forked_child(lambda: _tokens(model))
+        assert "which was forked; load the model here" in in_forked_child(lambda: _tokens(model))
 
         def with_own() -> list[int]:
             with _load(checkpoint, partition="0&1", threads=1) as own:
                 return _tokens(own)
 
-        assert _in_forked_child(with_own) == expected
+        assert in_forked_child(with_own) == expected
         assert _tokens(model) == expected
 
 
@@ -87,7 +62,7 @@ def test_child_has_not_the_thread_of_an_engine_but_may_start_one(checkpoint: Pat
             return engine.submit(request).result().ids
 
         expected = generate(engine)
-        refused = _in_forked_child(lambda: generate(engine))
+        refused = in_forked_child(lambda: generate(engine))
         assert refused.startswith(EngineClosed.__name__)
         assert "forked" in refused
 
@@ -96,5 +71,5 @@ def test_child_has_not_the_thread_of_an_engine_but_may_start_one(checkpoint: Pat
             with nbflow.LLMEngine(model) as own:
                 return generate(own)
 
-        assert _in_forked_child(with_own) == expected
+        assert in_forked_child(with_own) == expected
         assert generate(engine) == expected

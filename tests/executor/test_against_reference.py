@@ -177,7 +177,7 @@ def test_memory_is_shared_out(checkpoint):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"ids": []}, "non-empty"),
+        ({"ids": []}, "the prompt is empty"),
         ({"ids": [0.5]}, "integers"),
         ({"ids": [101]}, "token id 101 is outside the vocabulary"),
         ({"ids": [-1]}, "token id -1"),

@@ -157,7 +157,7 @@ class FakeEngine:
         put(backend, "plan_memory", self.plan_memory)
         put(backend, "identify", self.identify)
         put(backend, "load", self.load)
-        put(backend, "tokenize", lambda model, text: (np.array(text.split(), np.int64), None))
+        put(backend, "tokenize", words)
         put(backend, "weight_pairs", weight_pairs)
         put(
             backend,
@@ -179,6 +179,11 @@ class FakeEngine:
             lambda model, n, steps, batch: self.seconds(model, steps, batch, 1),
         )
         return self
+
+
+def words(model: str, path: Path) -> tuple[np.ndarray, None]:
+    """Return the numbers of a text as its tokens."""
+    return np.array(path.read_text().split(), np.int64), None
 
 
 def weight_pairs(

@@ -140,7 +140,7 @@ def test_places_of_bos(tmp_path: Path, with_bos: str, bos: str, starts: list[int
     table = table_of(tmp_path, convention=convention)
     text = tmp_path / "text.txt"
     text.write_text("def read(self):\n    return self\n" * 20)
-    ids, begin = backend.tokenize(with_bos, text.read_text())
+    ids, begin = backend.tokenize(with_bos, text)
     assert begin == 0
     windows = text_windows(table, with_bos, text, 2)
     shift = 1 if bos == "text" else 0

@@ -13,6 +13,7 @@ import pytest
 import nbflow
 import nbflow_kernels as nk
 from nbflow.cli import main
+from nbflow_experiments import backend
 from nbflow_experiments.scoring.greedy_divergence import parting
 from nbflow_experiments.scoring.logits_file import create, open_logits
 from nbflow_experiments.scoring.multiple_choice import ask, encode_pair, read_questions
@@ -23,7 +24,8 @@ from nbflow_experiments.scoring.windows import cut
 from nbflow_kernels.errors import UsageError
 from nbflow_specs import CHECKPOINTS
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden/perplexity.json").read_text())
+FOLDER = Path(__file__).parents[1] / "golden"
+GOLDEN = json.loads((FOLDER / "perplexity.json").read_text())
 """Numbers of Transformers, from tools/golden/perplexity.py."""
 
 
@@ -287,6 +289,11 @@ def test_the_perplexity_command(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "45 tokens scored in 3 windows of 32" in out
 
 
+def test_a_model_without_a_text_has_that_of_its_reference() -> None:
+    found = backend.text_file(str(FOLDER / "families" / "llama31"), reference="tiny_python")
+    assert found == CHECKPOINTS / "tiny_python" / "eval.txt"
+
+
 def test_the_text_beside_a_model_in_a_format_of_the_user(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -323,6 +330,7 @@ def test_the_text_beside_a_model_in_a_format_of_the_user(
         (["--noise-floor"], "--noise-floor runs the reference"),
         (["--greedy", "4", "--reference", "x.h5"], "--greedy runs the reference"),
         (["--text", "absent.txt"], "the file absent.txt does not exist"),
+        (["--text", str(FOLDER / "float8.npz")], "float8.npz: not UTF-8"),
         (["--reference", "absent.h5"], "the file absent.h5 does not exist"),
         (["--scored", "some"], "second-half, all, new"),
     ],

@@ -78,6 +78,7 @@ def test_measures_keep_one_order_whatever_the_file_says() -> None:
         ("[axes]\nbatches=[1]", r"unknown axis 'batches'; did you mean 'batch'"),
         ("[settings]\nmodel='m'\npromt=3", r"unknown setting 'promt'; did you mean 'prompt'"),
         ("[sweep]\nmeasures=['perplexty']", r"unknown measure 'perplexty'; did you mean 'perplex"),
+        ("[sweep]\nmeasures=[['perplexity']]", r"measures must be a list of names"),
         ("[sweep]\nnmae='x'", r"unknown entry of \[sweep\] 'nmae'; did you mean 'name'"),
         ("[axes]\nweights=['q44']", r"unknown weight format 'q44'; did you mean 'q4'"),
         ("[settings]\nmodel='m'\nkv='f33'", r"unknown kv_format 'f33'"),
@@ -101,6 +102,7 @@ def test_measures_keep_one_order_whatever_the_file_says() -> None:
         ("[axes]\nbatch=[true]", r"batch must be an integer, got True"),
         ("[axes]\nbatch=[]", r"batch has no values"),
         ("[axes]\nbatch=[2, 2]", r"more than once"),
+        ("[axes]\nbatch='1..2000'\nprompt='1..2000'", "4000000 points; a sweep has at most"),
         ("[axes]\nbatch=3", r"must be a list or a range, got 3"),
         ("[settings]\nmodel='m'\nbatch=1\n[axes]\nbatch=[1]", r"batch is given twice"),
         ("[axes]\nbatch=[1]\n[[zip]]\nbatch=[1]\nprompt=[2]", r"batch is given twice"),
@@ -146,6 +148,7 @@ def test_wrong_set_is_named(sweep_file: Path, override: str, message: str) -> No
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot read the sweep file .*no\.toml"):
         load_sweep(tmp_path / "no.toml")
-    (tmp_path / "bad.toml").write_text("[axes\n")
-    with pytest.raises(UsageError, match=r"bad\.toml is not valid TOML"):
-        load_sweep(tmp_path / "bad.toml")
+    for text in ("[axes\n", f"seed = {'9' * 5000}", f"[axes]\nbatch = {'[' * 5000}"):
+        (tmp_path / "bad.toml").write_text(text)
+        with pytest.raises(UsageError, match=r"bad\.toml is not valid TOML"):
+            load_sweep(tmp_path / "bad.toml")

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from mpirun import PYTHONPATH
+from mpirun import MPIRUN, mpirun
 
 import nbflow_kernels as nk
 from nbflow_experiments.config.points import estimate_bytes, make_points
@@ -82,19 +78,13 @@ def test_a_sweep_measures_them(sweep: Path, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_every_rank_loads_the_file(sweep: Path, tmp_path: Path) -> None:
-    own = Path(sys.executable).with_name("mpirun")
-    mpirun = str(own) if own.is_file() else shutil.which("mpirun")
-    if mpirun is None or importlib.util.find_spec("mpi4py") is None:
+    if MPIRUN is None or importlib.util.find_spec("mpi4py") is None:
         pytest.skip("needs mpi4py and mpirun: pip install -e '.[mpi]'")
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = PYTHONPATH
     sweep.write_text(SWEEP.replace('plugins = ["formats/mine.py"]', ""))
-    command = [mpirun, "-n", "2", sys.executable, "-m", "nbflow", "sweep", str(sweep)]
+    command = ["-m", "nbflow", "sweep", str(sweep)]
     command += ["--out", str(tmp_path / "out"), "--plugins", "formats/mine.py"]
     command += ["--set", 'axes.partition=["0&1"]', "--set", 'axes.weights=["nibbles_b32"]']
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240
-    )
+    done = mpirun(2, *command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     table = pd.read_csv(tmp_path / "out" / "own" / "points.csv")
     assert list(table.status) == ["done", "done"]

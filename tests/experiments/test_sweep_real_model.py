@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from mpirun import PYTHONPATH
+from mpirun import MPIRUN, mpirun
 
 from nbflow_experiments.report import write_report
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
@@ -98,18 +94,14 @@ def test_the_memory_of_a_point_is_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_mpi_ranks_give_the_same_errors_as_threads(in_process: Path, tmp_path: Path) -> None:
-    own = Path(sys.executable).with_name("mpirun")
-    mpirun = str(own) if own.is_file() else shutil.which("mpirun")
-    if mpirun is None or importlib.util.find_spec("mpi4py") is None:
+    if MPIRUN is None or importlib.util.find_spec("mpi4py") is None:
         pytest.skip("needs mpi4py and mpirun: pip install -e '.[mpi]'")
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = PYTHONPATH
-    command = [mpirun, "-n", "3", sys.executable, "-m", "nbflow", "sweep"]
+    command = ["-m", "nbflow", "sweep"]
     command += [str(ROOT / "experiments" / "sweeps" / "demo.toml"), "--out", str(tmp_path)]
     # ranks agree how often a repetition repeats its work
     for override in [*SIZES, "axes.batch=[1]", "settings.min_repetition_s=0.02"]:
         command += ["--set", override]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = mpirun(3, *command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("4 points, 0 of them done already") == 1  # rank 0 speaks alone
     keys = ["weights", "partition"]  # names of points differ: min_repetition_s is part of them

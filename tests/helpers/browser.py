@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -70,9 +69,9 @@ class Browser:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def until(self, expression: str, seconds: float = 30.0) -> None:
+    def until(self, expression: str) -> None:
         """Wait until an expression in the page is true."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + 30.0
         while not self.js(f"!!({expression})"):
             assert time.monotonic() < end, f"not true: {expression}"
             time.sleep(0.02)
@@ -86,10 +85,6 @@ class Browser:
         facts = {"key": key, "code": key, "windowsVirtualKeyCode": code}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **facts)
         self.call("Input.dispatchKeyEvent", type="keyUp", **facts)
-
-    def screenshot(self, path: Path) -> None:
-        """Write a picture of the page."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def __enter__(self) -> Browser:
         return self

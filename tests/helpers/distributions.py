@@ -9,8 +9,8 @@ import numpy as np
 N_DRAWS = 20_000
 
 
-def some_probs(seed: int = 0, V: int = 40) -> np.ndarray:
-    probs = np.random.default_rng(seed).dirichlet(np.full(V, 0.3)).astype(np.float32)
+def some_probs(seed: int = 0) -> np.ndarray:
+    probs = np.random.default_rng(seed).dirichlet(np.full(40, 0.3)).astype(np.float32)
     probs[::7] = 0.0
     return probs[None]
 

@@ -1,4 +1,4 @@
-"""Run a command under mpirun and return its output."""
+"""Run Python in a process, or under mpirun, and return its output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,8 +17,23 @@ PYTHONPATH = os.pathsep.join(map(str, SOURCES))
 MPIRUN = next((str(p) for p in [BIN / "mpirun"] if p.exists()), shutil.which("mpirun"))
 
 
+def python(*arguments: object, paths: Sequence[Path] = ()) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments; it imports from `paths`, too."""
+    found = [*map(str, paths), PYTHONPATH, os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(found)},
+    )
+
+
 def mpirun(
-    n: int, *command: str, timeout: int = 300, environment: Mapping[str, str] | None = None
+    n: int,
+    *command: str,
+    timeout: int = 300,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments on `n` ranks."""
     paths = [PYTHONPATH, os.environ.get("PYTHONPATH", "")]
@@ -27,5 +42,6 @@ def mpirun(
         capture_output=True,
         text=True,
         timeout=timeout,
+        cwd=cwd,
         env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,24 @@ def act_order(module: str, n_columns: int, group: int) -> np.ndarray:
     return (rng.permutation(n_columns) // group).astype(np.int32)
 
 
+def factors_of_columns(module: str, n_columns: int) -> np.ndarray:
+    """Return factors of a module's columns, as AWQ of ModelOpt may find them; see `act_order`."""
+    inputs = {"q_proj": 0, "k_proj": 0, "v_proj": 1}
+    rng = np.random.default_rng([7, inputs.get(module, 2)])
+    return rng.uniform(0.5, 2.0, n_columns).astype(np.float32)
+
+
+def row_pairs(
+    codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int
+) -> dict[str, np.ndarray]:
+    """Return the tensors of a matrix of ModelOpt (W4A16_AWQ) without the factors."""
+    signed = (codes - 8).astype(np.uint8) & 15
+    return {
+        "weight": signed[::2] | signed[1::2] << 4,
+        "weight_scale": scale.astype(np.float32, "C"),
+    }
+
+
 def awq(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int) -> dict[str, np.ndarray]:
     """Return the tensors of a matrix of AutoAWQ (GEMM)."""
 
@@ -107,6 +126,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "desc_act": True,
     },
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True},
+    "modelopt_awq": {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
     "nf4": {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
@@ -136,7 +156,9 @@ def nf4(weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
     return tensors, (table[codes] * scale[:, None]).reshape(weight.shape)
 
 
-LAYOUTS = {"gptq": gptq, "gptq_act_order": gptq, "awq": awq, "hqq": hqq}
+LAYOUTS = {
+    "gptq": gptq, "gptq_act_order": gptq, "awq": awq, "hqq": hqq, "modelopt_awq": row_pairs,
+}  # fmt: skip
 
 
 MATRICES = re.compile(r".*(_proj|\.w[123])\.weight")
@@ -160,15 +182,23 @@ def write_packed(
             packed |= {f"{name}{part}": value for part, value in parts.items()}
             continue
         n_columns, stem = tensor.shape[1], name.removesuffix("weight")
-        groups = np.arange(n_columns) // group
+        size = math.gcd(group, n_columns) if method == "modelopt_awq" else group
+        groups = np.arange(n_columns) // size
         if config.get("desc_act"):
-            groups = act_order(stem.split(".")[-2], n_columns, group)
+            groups = act_order(stem.split(".")[-2], n_columns, size)
         order = np.argsort(groups, kind="stable")
-        codes, scale, zero = round_to_nearest(tensor[:, order].astype(np.float32), 4, group, False)
+        wide, factors = tensor.astype(np.float32), np.ones(n_columns, np.float32)
+        if method == "modelopt_awq":
+            factors = factors_of_columns(stem.split(".")[-2], n_columns)
+        wide = (wide / factors)[:, order]
+        codes, scale, zero = round_to_nearest(wide, 4, size, method == "modelopt_awq")
         codes = np.ascontiguousarray(codes[:, np.argsort(order)])
         steps = (codes - zero[:, groups]).astype(np.float32)
-        plain[name] = np.ascontiguousarray(steps * scale.astype(np.float32)[:, groups])
+        values = steps * scale.astype(np.float32)[:, groups]
+        plain[name] = np.ascontiguousarray(values * factors)
         parts = LAYOUTS[method](codes, scale, zero, 4)
+        if method == "modelopt_awq":
+            parts["pre_quant_scale"] = factors
         if config.get("desc_act"):
             parts["g_idx"] = groups
         packed |= {f"{stem}{part}": np.asarray(value) for part, value in parts.items()}

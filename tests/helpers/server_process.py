@@ -132,9 +132,9 @@ class Server:
         self.process.wait()
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def eventually(condition: Callable[[], bool]) -> None:
     """Wait for something that must become true."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < end, "it did not become true"
         time.sleep(0.02)

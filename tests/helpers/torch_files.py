@@ -100,10 +100,9 @@ def write_zip(
     *,
     pickle: bytes | None = None,
     sparse: dict[str, int] | None = None,
-    compression: int = zipfile.ZIP_STORED,
 ) -> None:
     """Write a checkpoint in the zip layout; `sparse` makes storages longer by a hole."""
-    with zipfile.ZipFile(path, "w", compression, allowZip64=True) as archive:
+    with zipfile.ZipFile(path, "w", allowZip64=True) as archive:
         archive.writestr("x/data.pkl", pickled(value) if pickle is None else pickle)
         archive.writestr("x/byteorder", "little")
         for key, data in storages.items():

@@ -61,8 +61,8 @@ def _output(process: subprocess.Popen[str]) -> str:
     return out
 
 
-def _until(found, seconds=60.0):
-    end = time.monotonic() + seconds
+def _until(found):
+    end = time.monotonic() + 60.0
     while not found():
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -8,10 +8,12 @@ by 1e-4 of it or more.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import nbflow
 from nbflow.checkpoint import open_weights
@@ -74,6 +76,30 @@ def test_compiled_executor(name):
         assert error(model.logits(ids), logits) < OF_MODEL.get(name, TOLERANCE)
         mine, _ = model.generate_batch([ids, ids[:5]], max_tokens=len(continuation))
         assert mine.ids == continuation.tolist()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "nemotron_3_nano", "qwen3_next"])
+def test_experts_stacked_as_transformers_5_holds_them(name, tmp_path):
+    """Gate and up of all experts in one tensor, down in another; experts without gates have up."""
+    tensors, of_layers = load_file(FOLDER / name / "model.safetensors"), {}
+    for key in [key for key in tensors if ".experts." in key and "shared" not in key]:
+        start, _, end = key.partition(".experts.")
+        j, part = end.removesuffix(".weight").split(".")
+        role = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(part, part)
+        of_layers.setdefault(start, {}).setdefault(role, {})[int(j)] = tensors.pop(key)
+    assert of_layers
+    for start, roles in of_layers.items():
+        stacks = {role: np.stack([each[j] for j in sorted(each)]) for role, each in roles.items()}
+        if "gate_proj" in stacks:
+            pair = stacks.pop("gate_proj"), stacks.pop("up_proj")
+            stacks["gate_up_proj"] = np.concatenate(pair, axis=1)
+        tensors |= {f"{start}.experts.{role}": stack for role, stack in stacks.items()}
+    if name == "mixtral":
+        tensors = {key.replace("block_sparse_moe", "mlp"): each for key, each in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(FOLDER / name / "config.json", tmp_path)
+    ids, logits, _ = golden(name)
+    assert error(reference(tmp_path).logits(ids), logits) < TOLERANCE
 
 
 # One of each kind of attention: ALiBi, soft caps, windows, rotation of a part, many heads to a key.

@@ -21,6 +21,8 @@ from nbflow.planner import (
     machine_toml,
     predict,
 )
+from nbflow.planner.stage_cost import OpWork, seconds_of
+from nbflow.program.cost import OpCost
 from nbflow.quantization.policy import WeightFormats
 from nbflow_kernels.errors import UsageError
 
@@ -166,6 +168,23 @@ def test_pipelines_of_threads_fill_and_drain_in_every_step():
     assert decode_s("0;1", formats=formats) == pytest.approx(2 * stage_s, rel=1e-9)
     joined = decode_s("0;1", formats=formats, join_s=1e-3)
     assert joined == pytest.approx(3 * stage_s + 1e-3, rel=1e-9)
+
+
+def test_threads_run_host_code_in_turn_and_slower_after_large_steps():
+    """Python's lock: a tensor parallel step waits for the host code of both ranks."""
+    host = {"step_s": 1e-4, "sequence_s": 2e-5}
+    assert decode_s("0&1", **host) == pytest.approx(1.6e-4, rel=1e-9)
+    assert decode_s("0&1", join_s=1e-6, **host) == pytest.approx(2 * 1.6e-4 + 1e-6, rel=1e-9)
+    half = CacheCurve((1.0,), (0.5,))
+    assert decode_s(cold_step_s=3e-4, **host) == pytest.approx(3e-4 + 6e-5, rel=1e-9)
+    assert decode_s(cold_step_s=3e-4, cached=half, **host) == pytest.approx(2.6e-4, rel=1e-9)
+
+
+def test_products_write_their_results():
+    one = OpCost(weights=1.0, operations=2.0)
+    work = OpWork("linear", one, (("q4_0", 1.0),), written_bytes=4000.0)
+    found = seconds_of(work, device(buffer_bytes_per_s=1e9), RunConfig(), alone=True)
+    assert found == pytest.approx(4e-6, rel=1e-9)
 
 
 def test_exchanges_take_the_latency_of_the_link():

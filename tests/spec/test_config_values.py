@@ -65,7 +65,7 @@ NO_EFFECT = [
     ("bert", {"hidden_act": "gelu_python", "position_embedding_type": "absolute"}),
     ("distilbert", {"sinusoidal_pos_embds": True}),  # how the stored table was made
     ("gpt_oss_floats", {"hidden_act": "swish"}),
-    ("mpt", {"attn_config": {"clip_qkv": 0, "attn_impl": "triton"}, "learned_pos_emb": True}),
+    ("mpt", {"attn_config": {"clip_qkv": 0.6, "attn_impl": "triton"}, "learned_pos_emb": True}),
     ("m2m_100", {"static_position_embeddings": True, "normalize_embedding": False}),
     ("m2m_100", {"normalize_before": True, "add_final_layer_norm": True}),
     ("mbart", {"normalize_before": True, "add_final_layer_norm": True}),
@@ -140,6 +140,7 @@ def test_names_of_rotary_numbers(name, changes):
     assert spec_of(name, changes).as_dict() == spec_of(name, {}).as_dict()
 
 
+CONV_BIASES = frozenset({"ssm.x_conv", "ssm.b_conv", "ssm.c_conv"})
 DEFAULTS = [
     ("mixtral", "rope_parameters", "rope.theta", 1e6),
     ("cohere", "rope_parameters", "rope.theta", 5e5),
@@ -172,13 +173,53 @@ DEFAULTS = [
     ("llama4_text", "no_rope_layers", "unrotated_layers", frozenset()),
     ("llama4_text", "moe_layers", "moe.layers", frozenset({0, 1, 2})),
     ("llama4_text", "use_qk_norm", "qk_norm", "head"),
+    ("mistral", "sliding_window", "window", 4096),
+    ("ministral", "sliding_window", "window", 4096),
+    ("exaone4", "sliding_window", "window", 4096),
+    ("gemma2", "sliding_window", "window", 4096),
+    ("gemma3", "sliding_window", "window", 4096),
+    ("gemma3n", "sliding_window", "window", 512),
+    ("gemma4", "sliding_window", "window", 512),
+    ("gpt_oss_floats", "sliding_window", "window", 128),
+    ("gpt_oss_floats", "rope_parameters", "rope.scaling.factor", 32.0),
+    ("mellum", "sliding_window", "window", 1024),
+    ("gemma2", "attn_logit_softcapping", "logits_soft_cap", 50.0),
+    ("gemma2", "final_logit_softcapping", "head_soft_cap", 30.0),
+    ("gemma3", "final_logit_softcapping", "head_soft_cap", None),
+    ("vaultgemma", "query_pre_attn_scalar", "sm_scale", 1 / 16),
+    ("gemma2", "head_dim", "head_dim", 256),
+    ("nanochat", "final_logit_softcapping", "head_soft_cap", 15.0),
+    ("cohere", "logit_scale", "logits_scale", 1 / 16),
+    ("phi3", "rms_norm_eps", "norm_eps", 1e-5),
+    ("iquestcoder", "rms_norm_eps", "norm_eps", 1e-5),
+    ("glm4_moe_lite", "rms_norm_eps", "norm_eps", 1e-5),
+    ("glm4_moe_lite", "routed_scaling_factor", "moe.scale", 1.8),
+    ("deepseek_v3", "routed_scaling_factor", "moe.scale", 2.5),
+    ("deepseek_v32", "topk_group", "moe.groups_used", 4),
+    ("mistral4", "routed_scaling_factor", "moe.scale", 1.0),
+    ("mistral4", "rope_parameters", "rope.scaling.factor", 128.0),
+    ("mistral4", "rope_parameters", "temperature.floor", 8192),
+    ("flint", "norm_topk_prob", "moe.renormalize", True),
+    ("qwen2_5_vl", "text_config.rms_norm_eps", "norm_eps", 1e-5),
+    ("qwen2_5_vl", "text_config.rope_parameters", "rope.theta", 1e6),
+    ("qwen3_vl", "text_config.rope_parameters", "rope.theta", 5e5),
+    ("cwm", "rope_parameters", "rope.scaling.factor", 16.0),
+    ("olmo_hybrid", "rope_parameters", "rope.theta", 1e4),
+    ("falcon_h1", "mamba_conv_bias", "biases", CONV_BIASES),
+    ("bart", "decoder_start_token_id", "decoder_start_id", 2),
+    ("marian", "forced_eos_token_id", "forced_eos_ids", (0,)),
 ]
 """Optional keys and transformers' defaults."""
 
 
 @pytest.mark.parametrize(("name", "key", "field", "value"), DEFAULTS)
 def test_absent_keys(name, key, field, value):
-    found = spec_of(name, {key: ABSENT})
+    outer, _, inner = key.rpartition(".")
+    changes = {key: ABSENT}
+    if outer:
+        table = json.loads((FOLDER / name / "config.json").read_text())[outer]
+        changes = {outer: {k: v for k, v in table.items() if k != inner}}
+    found = spec_of(name, changes)
     for part in field.split("."):
         found = getattr(found, part)
     assert found == value
@@ -198,9 +239,13 @@ MATTERS = [
      "use_sliding_window = True, with layer_types = 'absent'"),
     ("qwen2_moe", {"qkv_bias": False}, "qkv_bias = False"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
-    ("mpt", {"attn_config": {"clip_qkv": 6}}, "attn_config.clip_qkv = 6"),
+    ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln = True"),
     ("mpt", {"norm_type": "rmsnorm"}, "norm_type = 'rmsnorm'"),
-    ("olmo", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    ("olmo", {"clip_qkv": -8.0}, "clip_qkv: must be a number from 0 to"),
+    ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2.0}},
+     "moe_normalize_expert_weights = 2.0"),
+    ("ctrl", {"layer_norm_epsilon": 1e-5}, "layer_norm_epsilon = 1e-05"),
+    ("jamba", {"num_hidden_layers": ABSENT}, "the configuration does not say n_layers"),
     ("phi", {"qk_layernorm": True}, "qk_layernorm = True"),
     ("cohere2", {"use_qk_norm": True}, "use_qk_norm = True"),
     ("gpt_oss_floats", {"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5"),
@@ -267,6 +312,11 @@ def test_values_that_matter_are_refused_by_name(name, changes, message):
 
 
 CHANGES = [
+    ("mistral", {"sliding_window": None}, "window", None),  # null is stated
+    ("gemma2", {"attn_logit_softcapping": None}, "logits_soft_cap", None),
+    ("olmo_hybrid", {"rope_theta": None, "rope_parameters": None}, "position", "none"),
+    ("olmo_hybrid", {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}, "position",
+     "none"),
     ("gemma2", {"hidden_activation": "gelu"}, "activation", "gelu"),
     ("m2m_100", {"pad_token_id": 4}, "position_offset", 5),
     ("roberta", {"pad_token_id": 3}, "position_offset", 4),
@@ -317,6 +367,14 @@ CHANGES = [
         TemperatureSpec(0.25, 5, 1, "unrotated"),
     ),
 ]  # fmt: skip
+
+
+def test_null_is_not_true() -> None:
+    """As in the published code; a key that is absent has its default."""
+    assert spec_of("deepseek_v3", {"rope_interleave": None}).rope.style == "half"
+    assert not spec_of("deepseek_v3", {"norm_topk_prob": None}).moe.renormalize
+    assert spec_of("deepseek_v3", {"norm_topk_prob": ABSENT}).moe.renormalize
+    assert spec_of("cohere", {"tie_word_embeddings": None}).tied_head
 
 
 @pytest.mark.parametrize(("name", "changes", "field", "value"), CHANGES)

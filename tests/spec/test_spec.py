@@ -357,6 +357,7 @@ def test_override_of_a_field_moves_what_follows_from_it(tmp_path: Path) -> None:
         ('famly = "llama"', "unknown key 'famly'; did you mean 'family'"),
         ('name = "x"', "family is missing"),
         ('family = "lama"', "unknown family 'lama'; did you mean 'llama'"),
+        (f'family = "{"a" * 5000}"', "must be the name of a family, got 'aaa"),
         ("family = 3", "family: must be text in quotes, got 3"),
         (
             'family = "llama"\n[override]\nn_layer = 3',

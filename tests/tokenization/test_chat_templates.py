@@ -136,6 +136,12 @@ def test_settings_are_those_of_transformers() -> None:
     assert render("{{ 'abc'[1:] + 'abc'[::-1] + 'a,b'.split(',')[-1] }}", {}, "T") == "bccbab"
 
 
+TWICE = (
+    "{% set n = namespace(a=[1.5], b=[1.5]) %}{% for i in range(40) %}"
+    "{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% endfor %}"
+)
+"""Two lists of 40 levels, each with the one below it twice: they compare 2**40 numbers."""
+
 BOMBS = {
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
     "range": "{% for i in range(10**9) %}x{% endfor %}",
@@ -151,6 +157,17 @@ BOMBS = {
     "power": "{{ 2 ** 100000000 }}",
     "method": "{{ 'a'.ljust(1000000000) }}",
     "width": "{{ '%1000000000d' % 1 }}",
+    "width of a name": "{{ '%(a)1000000000d' % {'a': 1} }}",
+    "precision of a name": "{{ '%(a)5.1000000000d' % {'a': 1} }}",
+    "many fields": "{{ ('{0:999}' * 300000).format(1) }}",
+    "separators": "{{ range(99999) | list | tojson(separators=('a' * 99999, ':')) }}",
+    "parts": "{{ ('ab,' * 30000000).split(',') | length }}",
+    "equal lists": f"{TWICE}{{{{ n.a == n.b }}}}",
+    "equal by test": f"{TWICE}{{{{ [n.a] | select('eq', n.b) | list }}}}",
+    "sorted lists": f"{TWICE}{{{{ [n.a, n.b] | sort }}}}",
+    "index of a list": f"{TWICE}{{{{ [n.a].index(n.b) }}}}",
+    "key of tuples": f"{TWICE.replace('[', '(').replace(']', ',)')}{{{{ {{n.a: 1}} }}}}",
+    "division": "{{ ('9' * 99999) | int(0, 16) // (('9' * 9999) | int(0, 16)) }}",
     "format": "{{ '{:1000000000}'.format(1) }}",
     "nested format": "{{ '{:{}}'.format(1, 1000000000) }}",
     "replace": "{% set s = 'a' * 99999 %}{{ s.replace('a', s) }}",

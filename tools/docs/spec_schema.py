@@ -1,4 +1,4 @@
-"""Write docs/schema and the table of fields in docs/bring_your_own_architecture.md.
+"""Write docs/schema and the tables of fields in docs.
 
     python tools/docs/spec_schema.py
 
@@ -14,23 +14,25 @@ from nbflow.spec.fields import FIELDS, LAYER_FIELDS
 from nbflow.spec.json_schema import family_schema, fields_table, model_schema
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = DOCS / "bring_your_own_architecture.md"
-TABLES = {"fields": FIELDS, "layer": LAYER_FIELDS}
-"""Name of a table on the page -> its fields."""
+TABLES = {
+    DOCS / "family_files.md": ("fields", FIELDS),
+    DOCS / "bring_your_own_architecture.md": ("layer", LAYER_FIELDS),
+}
+"""Page -> the name of its table, and the fields."""
 
 
 def contents() -> dict[Path, str]:
     """Return the expected content of each file."""
-    page = PAGE.read_text(encoding="utf-8")
-    for name, known in TABLES.items():
+    pages = {}
+    for path, (name, known) in TABLES.items():
         begin = f"<!-- {name}: made by tools/docs/spec_schema.py -->\n"
         end = f"<!-- end of {name} -->\n"
-        before, rest = page.split(begin)
-        page = f"{before}{begin}\n{fields_table(known)}\n\n{end}{rest.split(end)[1]}"
+        before, rest = path.read_text(encoding="utf-8").split(begin)
+        pages[path] = f"{before}{begin}\n{fields_table(known)}\n\n{end}{rest.split(end)[1]}"
     return {
         DOCS / "schema" / "family.json": json.dumps(family_schema(), indent=1) + "\n",
         DOCS / "schema" / "model.json": json.dumps(model_schema(), indent=1) + "\n",
-        PAGE: page,
+        **pages,
     }
 
 

@@ -112,16 +112,11 @@ def measured_where() -> str:
 
 
 def speeds_table() -> str:
-    """Return the table of quantization and dequantization speed and matmul error by format."""
+    """Return the table of quantization and dequantization speed by format."""
     keys = ("quantize_reference", "quantize_search", "dequantize")
-    lines = [
-        "| format | quantize, reference | search | dequantize | product error, f32 | bf16 | int8 |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = ["| format | quantize, reference | search | dequantize |", "|---|---:|---:|---:|"]
     for name, row in measured()["formats"].items():
         cells = [f"{row[f'{key}_mweights_per_s']:,.3g}" for key in keys]
-        errors = [row[f"product_{kind}_error"] for kind in ("f32", "bf16", "int8")]
-        cells += ["-" if error is None else f"{error:.2g}" for error in errors]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -176,22 +171,6 @@ def engine_excerpt() -> str:
     return "\n".join(lines)
 
 
-def bandwidth_table() -> str:
-    """Return both engines' share of the read bandwidth in generation, by format."""
-    lines = [
-        "| model | bandwidth, GB/s | nbflow | llama.cpp |",
-        "|---|---:|---:|---:|",
-    ]
-    for row in engine_rows():
-        if row["test"] == "tg32" and row["activations"] == "int8" and "peer" in row:
-            bandwidth = row["read_bandwidth_bytes_per_s"]
-            peer = row["peer_tokens_per_s"] * row["matrix_bytes_per_step"] / bandwidth
-            lines.append(
-                f"| {row['model']} | {bandwidth / 1e9:.1f} | {row['read_share']:.0%} | {peer:.0%} |"
-            )
-    return "\n".join(lines)
-
-
 def engine_table(rows: list[dict[str, Any]] | None = None) -> str:
     """Return the engine's rows next to llama.cpp's; by default all."""
     rows = engine_rows() if rows is None else rows
@@ -227,33 +206,37 @@ def support_table() -> str:
     """Return the table of formats and operations."""
     from nbflow_kernels.testing.format_support import support_table as make
 
-    return make().split("\n\n")[0]
-
-
-def support_notes() -> str:
-    """Return the reasons for unsupported combinations."""
-    from nbflow_kernels.testing.format_support import support_table as make
-
-    return make().split("\n\n")[1]
+    return make()
 
 
 def tolerances_table() -> str:
-    """Return a row per op: its cases, the largest tolerance, and the reason for that."""
+    """Return ops by the reason for their largest tolerance, with that and their cases."""
     from nbflow_kernels.op_registry import all_cases
 
     by_op: dict[str, list[Any]] = {}
     for case in all_cases():
         by_op.setdefault(case.op, []).append(case)
-    lines = ["| op | cases | exact | largest rtol | atol | reason |", "|---|---:|---:|---|---|---|"]
+    by_reason: dict[str, list[tuple[str, Any]]] = {}
     for op, cases in by_op.items():
         rounded = [case for case in cases if not case.exact]
-        largest = max(rounded or cases, key=lambda case: (case.rtol, case.atol))
-        limits = f"{largest.rtol:.1e} | {largest.atol:.1e}" if rounded else " | "
-        reason = largest.reason.replace("|", "\\|")
-        lines.append(
-            f"| `{op}` | {len(cases)} | {len(cases) - len(rounded)} | {limits} | {reason} |"
-        )
+        largest = max(rounded or cases, key=_limits)
+        by_reason.setdefault(largest.reason, []).append((op, largest))
+    lines = [
+        "| ops | cases | exact | largest rtol | atol | reason |",
+        "|---|---:|---:|---|---|---|",
+    ]
+    for reason, found in by_reason.items():
+        cases = [case for op, _ in found for case in by_op[op]]
+        largest = max((case for _, case in found), key=_limits)
+        limits = " | " if largest.exact else f"{largest.rtol:.1e} | {largest.atol:.1e}"
+        ops, n_exact = ", ".join(f"`{op}`" for op, _ in found), sum(case.exact for case in cases)
+        reason = reason.replace("|", "\\|")
+        lines.append(f"| {ops} | {len(cases)} | {n_exact} | {limits} | {reason} |")
     return "\n".join(lines)
+
+
+def _limits(case: Any) -> tuple[float, float]:
+    return case.rtol, case.atol
 
 
 def columns_table() -> str:
@@ -276,7 +259,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/performance.md": {
         "engine": engine_table,
         "engine, Zen 4": engine_table_zen4,
-        "bandwidth": bandwidth_table,
         "gemv": gemv,
     },
     "docs/formats.md": {
@@ -291,7 +273,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/ops.md": {
         "ops": ops_table,
         "support": support_table,
-        "notes": support_notes,
         "cuda": cuda_table,
     },
     "docs/tolerances.md": {"tolerances": tolerances_table},

@@ -260,7 +260,8 @@ def main() -> None:
         return
     again = json.loads(given.again.read_text(encoding="utf-8"))["tests"] if given.again else None
     chosen = {
-        "seed": given.seed, "each": given.each, "more": given.more, "out": f"{given.out}.lines",
+        "seed": given.seed, "each": given.each, "more": given.more,
+        "out": f"{given.out.resolve()}.lines",
         "tests": None if again is None else [test["test"] for test in again], "done": [],
     }  # fmt: skip
     facts = _facts(given.checkout, chosen, done)

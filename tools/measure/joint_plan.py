@@ -1,10 +1,9 @@
 """Predictions of `nbflow plan --max-kld` against measurements of random choices.
 
     python tools/measure/joint_plan.py MODEL FOLDER --what kld     --points 100
-    python tools/measure/joint_plan.py MODEL FOLDER --what speed   --points 105 --seconds 110
-    python tools/measure/joint_plan.py MODEL FOLDER --what choices --seconds 110
+    python tools/measure/joint_plan.py MODEL FOLDER --what speed   --points 105 --seconds 340
+    python tools/measure/joint_plan.py MODEL FOLDER --what choices --seconds 200
     python tools/measure/joint_plan.py MODEL FOLDER --what table
-    python tools/measure/joint_plan.py MODEL FOLDER --what all     --points 105 --seconds 340
 
 ``all`` measures the machine, speeds and choices, and writes the table; ``kld`` and its losses do
 not depend on the load of a machine and may be measured before.
@@ -16,9 +15,16 @@ the predictions can be tested on points that it was not made with.  ``kld`` meas
 on the second half of the model's eval.txt; the losses (FOLDER/losses.json) were measured on the
 first half.  ``speed`` measures tokens per second (quiet machines only; FOLDER/machine.toml is
 measured at first, and again if its measurement has another version; rows of another one are left
-out).  ``choices`` measures the plans for several limits; ``table`` (FOLDER/README.md) compares them
-with the points: the regret is the speed that the best measured point within the limit has above the
-plan's.
+out).
+
+``choices`` measures, for two limits and two batches, the plan and the best plans with each other
+partition; ``table`` (FOLDER/README.md) compares the plan with the fastest of them and of the points
+within the limit: the regret is the speed that the fastest one has above the plan's.
+
+Each measurement of speed has a fixed product on both ranks before and after it
+(`probe_s`).  Where it takes over `DISTURBED` times as long as the fastest one of the run, other
+programs or guests of the host were at work: the measurement is repeated, at most `TRIES` times,
+and the table leaves rows out that stay disturbed.
 
 Rows are appended to FOLDER/rows.jsonl; a run goes on with the next point.  MODEL may be
 ``random``: 90 million random weights with the tokenizer of tiny_python, made in a temporary folder,
@@ -28,6 +34,7 @@ because a model that fits into the caches is faster than its memory.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import tempfile
@@ -41,7 +48,7 @@ from published_rows import append, conditions
 from safetensors.numpy import save_file
 
 import nbflow
-from nbflow.benchmark.timing import time_both
+from nbflow.benchmark.timing import Times, time_both
 from nbflow.calibration.allocation import (
     JointPlan,
     Sensitivity,
@@ -50,6 +57,8 @@ from nbflow.calibration.allocation import (
     read_sensitivity,
 )
 from nbflow.calibration.allocation.divergence import DivergenceProbe
+from nbflow.distributed import Comm
+from nbflow.distributed.thread_ranks import ThreadRanks
 from nbflow.planner import (
     Machine,
     RunConfig,
@@ -59,11 +68,12 @@ from nbflow.planner import (
     planned_model,
     predict,
 )
-from nbflow.planner.measure_kernels import lower_quartile
-from nbflow.planner.measure_machine import VERSION, measure_machine
+from nbflow.planner.measure_kernels import lower_quartile, matrix, product_timer
+from nbflow.planner.measure_machine import ROUNDS, VERSION, measure_machine
 from nbflow.quantization.policy import WeightFormats, is_quantized
 from nbflow.spec import resolve
 from nbflow_kernels import FORMATS
+from nbflow_kernels.cpu.parallel_for import set_num_threads
 
 PARTS = ("kld", "speed", "choices", "table")
 WEIGHTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
@@ -72,10 +82,15 @@ PARTITIONS = ("0", "0;1", "0&1", "0/1")
 CASES = ((1, (64,)), (1, (16, 384)), (4, (16, 64, 128)), (8, (64,)), (16, (16, 32)))
 """Batches, each with lengths of the prompts to choose from: at most 512 tokens in all, so that a
 point takes one to two seconds."""
-LIMITS = (0.003, 0.01, 0.03, 0.1, 0.3)
+LIMITS = (0.01, 0.1)
 CHOICE_BATCHES, CHOICE_PROMPT = (1, 8), 64
 """Every choice of formats is measured with these, too, so that speeds can be compared."""
 GENERATE, REPEATS = 24, 4
+DISTURBED, TRIES = 1.1, 4
+"""Time of the fixed product, as a multiple of its fastest, above which a measurement is repeated;
+and how often it is measured at most."""
+PROBE_ROWS, PROBE_S = 8, 0.02
+"""Rows of the fixed product, and seconds of its repetitions: several time slices of a core."""
 QUANTIZER, ACTIVATIONS = "reference", "int8"
 
 
@@ -121,16 +136,12 @@ class Run:
             for seed, formats, kv in self._points("kld"):
                 self._measure_kld(probe, seed, formats, kv)
             return
+        self._quiet = FixedProduct()
         machine = self._machine()
         if self._what == "speed":
             self._measure_speeds(machine)
             return
-        probe = self._probe(1)
-        done = {(r["limit"], r["batch"]) for r in rows_of(self._folder) if r["what"] == "choices"}
-        for limit in LIMITS:
-            for batch in CHOICE_BATCHES:
-                if time.monotonic() < self._end and (limit, batch) not in done:
-                    self._measure_choice(machine, probe, limit, batch)
+        self._measure_choices(machine)
 
     def _split_text(self) -> tuple[Path, Path]:
         text = (resolve(self._model).path / "eval.txt").read_text(encoding="utf-8")
@@ -165,7 +176,7 @@ class Run:
         # a file of an older measurement may have keys that are unknown now
         if not path.exists() or f"measurement = {VERSION}\n" not in path.read_text():
             machine = measure_machine(
-                nbflow.load, 2, formats=(*WEIGHTS, "f16"), arithmetics=(ACTIVATIONS,)
+                nbflow.load, 2, formats=(*WEIGHTS, "f16"), arithmetics=(ACTIVATIONS,), rounds=ROUNDS
             )
             assert machine is not None
             path.write_text(machine_toml(machine))
@@ -236,33 +247,61 @@ class Run:
             for batch, prompt in cases:
                 workload = Workload(batch, prompt, GENERATE)
                 found = predict(model, partition, machine, workload, config)
-                time_both(loaded, prompt, 2, batch)
-                taken = [time_both(loaded, prompt, GENERATE, batch) for _ in range(REPEATS)]
+                taken, probe_s = self._time(loaded, prompt, batch)
                 row = {
                     "what": what, "predictor": VERSION, "kv": kv, "partition": partition,
                     "batch": batch, "prompt": prompt, "bits": self._bits(formats),
                     "prefill_s": lower_quartile([t.prefill_s for t in taken]),
                     "decode_s": lower_quartile([t.step_s for t in taken]),
                     "decode_s_of_all": [t.step_s for t in taken],
+                    "probe_s": probe_s, "fastest_probe_s": self._quiet.fastest_s,
                     "predicted_prefill_s": found.prefill_s,
                     "predicted_decode_s": found.decode_s, **more,
                 }  # fmt: skip
                 self._append(row)
 
-    def _measure_choice(
-        self, machine: Machine, probe: DivergenceProbe, limit: float, batch: int
-    ) -> None:
+    def _time(self, loaded: Any, prompt: int, batch: int) -> tuple[list[Times], float]:
+        """Return the least disturbed repetitions, and the time of the fixed product around them."""
+        time_both(loaded, prompt, 2, batch)
+        tries: list[tuple[float, list[Times]]] = []
+        for _ in range(TRIES):
+            before = self._quiet.seconds()
+            taken = [time_both(loaded, prompt, GENERATE, batch) for _ in range(REPEATS)]
+            tries.append((max(before, self._quiet.seconds()), taken))
+            if tries[-1][0] <= DISTURBED * self._quiet.fastest_s:
+                break
+        probe_s, taken = min(tries, key=lambda each: each[0])
+        return taken, probe_s
+
+    def _measure_choices(self, machine: Machine) -> None:
+        """Measure the plan for each limit and batch, and the best plans of other partitions."""
+        probe = self._probe(1)
+        rows = [r for r in rows_of(self._folder) if r["what"] == "choices"]
+        done = {(r["limit"], r["batch"], r["partition"]) for r in rows}
+        for limit, batch in itertools.product(LIMITS, CHOICE_BATCHES):
+            plans = [self._plan(machine, limit, batch, (p,)) for p in PARTITIONS]
+            best = min(plan.prediction.decode_s for plan in plans)
+            for plan in plans:
+                partition = plan.prediction.partition
+                if time.monotonic() >= self._end or (limit, batch, partition) in done:
+                    continue
+                chosen = plan.prediction.decode_s == best
+                weights = WeightFormats(tuple(plan.formats.items()), {})
+                kv = f"{plan.keys}/{plan.values}"
+                kld = probe.measure(weights=weights, kv=kv, quantizer=QUANTIZER).kld
+                self._measure_speed(
+                    machine, "choices", plan.formats, kv, partition, [(batch, CHOICE_PROMPT)],
+                    limit=limit, chosen=chosen, kld=kld,
+                )  # fmt: skip
+
+    def _plan(
+        self, machine: Machine, limit: float, batch: int, partitions: Sequence[str]
+    ) -> JointPlan:
+        """Return the fastest plan for a limit of the divergence."""
         workload = Workload(batch, CHOICE_PROMPT, GENERATE)
-        plan: JointPlan = plan_jointly(
+        return plan_jointly(
             planned_model(self._model), machine, workload, self.known, limit,
-            config=RunConfig(activations=ACTIVATIONS), objective="latency", partitions=PARTITIONS,
-        )  # fmt: skip
-        weights = WeightFormats(tuple(plan.formats.items()), {})
-        kv = f"{plan.keys}/{plan.values}"
-        kld = probe.measure(weights=weights, kv=kv, quantizer=QUANTIZER).kld
-        self._measure_speed(
-            machine, "choices", plan.formats, kv, plan.prediction.partition,
-            [(batch, CHOICE_PROMPT)], limit=limit, kld=kld,
+            config=RunConfig(activations=ACTIVATIONS), objective="latency", partitions=partitions,
         )  # fmt: skip
 
     def _bits(self, formats: dict[str, str]) -> float:
@@ -275,6 +314,32 @@ class Run:
         print(json.dumps(row), flush=True)
 
 
+class FixedProduct:
+    """Product on both ranks at once, whose time tells whether anything else runs."""
+
+    fastest_s = np.inf
+
+    def __init__(self) -> None:
+        self._ranks = ThreadRanks(2)
+
+        def make(comm: Comm) -> Any:
+            set_num_threads(1)
+            return product_timer(matrix("q4_k"), PROBE_ROWS, ACTIVATIONS, PROBE_S)
+
+        self._timers = self._ranks.run(make)
+
+    def seconds(self) -> float:
+        """Return the seconds per weight on the slower rank."""
+
+        def measure(comm: Comm) -> float:
+            comm.barrier()
+            return float(self._timers[comm.rank]())
+
+        found = max(self._ranks.run(measure))
+        self.fastest_s = min(self.fastest_s, found)
+        return found
+
+
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of a folder; those of speed only with the present version of predictions."""
     path = folder / "rows.jsonl"
@@ -284,59 +349,64 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return errors of the predictions, and the regret of the choices, as Markdown."""
+    quiet = [row for row in rows if not is_disturbed(row)]
     lines = [
         "| predicted | points | median error | 90 % below | largest |",
         "|---|--:|--:|--:|--:|",
+        *errors(quiet, "KL divergence", "kld", "predicted_kld", "kld"),
+        *errors(quiet, "time of a prompt", "speed", "predicted_prefill_s", "prefill_s"),
     ]
-    for what, name, columns in (
-        ("kld", "KL divergence", ("predicted_kld", "kld")),
-        ("speed", "time of a generated token", ("predicted_decode_s", "decode_s")),
-        ("speed", "time of a prompt", ("predicted_prefill_s", "prefill_s")),
-        *(
-            (
-                partition,
-                f"time of a generated token, partition `{partition}`",
-                ("predicted_decode_s", "decode_s"),
-            )
-            for partition in PARTITIONS
-        ),
-    ):
-        ratios = [
-            row[columns[0]] / row[columns[1]] - 1
-            for row in rows
-            if what == row["what"] or (row["what"] == "speed" and row["partition"] == what)
-        ]
-        if ratios:
-            sizes = np.abs(ratios)
-            numbers = (np.median(sizes), np.quantile(sizes, 0.9), sizes.max())
-            cells = " | ".join(f"{100 * x:.1f} %" for x in numbers)
-            lines.append(f"| {name} | {len(ratios)} | {cells} |")
-    found = list(regrets(rows))
+    what = "time of a generated token"
+    columns = "speed", "predicted_decode_s", "decode_s"
+    lines += errors(quiet, what, *columns)
+    for key, values in (("partition", PARTITIONS), ("batch", sorted({b for b, _ in CASES}))):
+        for value in values:
+            some = [row for row in quiet if row.get(key) == value]
+            lines += errors(some, f"{what}, {key} `{value}`", *columns)
+    if len(quiet) < len(rows):
+        lines += ["", f"{len(rows) - len(quiet)} disturbed measurements are left out."]
+    found = list(regrets(quiet))
     if found:
-        lines += ["", "| limit | batch | plan, tokens/s | best point | regret | measured KLD |"]
-        lines += ["|--:|--:|--:|--:|--:|--:|", *found]
+        lines += ["", "| limit | batch | plan | tokens/s | fastest | tokens/s | regret | KLD |"]
+        lines += ["|--:|--:|---|--:|---|--:|--:|--:|", *found]
     return "\n".join(lines)
 
 
+def is_disturbed(row: dict[str, Any]) -> bool:
+    """Return whether other work ran during a measurement of speed."""
+    return bool(row.get("probe_s", 0.0) > DISTURBED * row.get("fastest_probe_s", np.inf))
+
+
+def errors(
+    rows: list[dict[str, Any]], name: str, what: str, predicted: str, measured: str
+) -> list[str]:
+    """Return the line of a prediction's relative errors, if there are rows."""
+    sizes = [abs(r[predicted] / r[measured] - 1) for r in rows if r["what"] == what]
+    if not sizes:
+        return []
+    numbers = np.median(sizes), np.quantile(sizes, 0.9), max(sizes)
+    return [f"| {name} | {len(sizes)} | {' | '.join(f'{100 * x:.1f} %' for x in numbers)} |"]
+
+
 def regrets(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each choice: its speed against the best point within the limit."""
+    """Yield a line for each plan: its speed against the fastest one within the limit."""
     klds = {row["seed"]: row["kld"] for row in rows if row["what"] == "kld"}
-    for row in (r for r in rows if r["what"] == "choices"):
-        rates = [
-            r["batch"] / r["decode_s"] for r in rows
-            if r["what"] == "speed"
-            and (r["batch"], r["prompt"]) == (row["batch"], row["prompt"])
-            and klds.get(r["seed"], np.inf) <= row["limit"]
+    choices = [row for row in rows if row["what"] == "choices"]
+    for plan in (row for row in choices if row["chosen"]):
+        limit, batch = plan["limit"], plan["batch"]
+        others = [r for r in choices if (r["limit"], r["batch"]) == (limit, batch)]
+        others += [
+            r for r in rows
+            if (r["what"], r.get("batch"), r.get("prompt")) == ("speed", batch, CHOICE_PROMPT)
+            and klds.get(r["seed"], np.inf) <= limit
         ]  # fmt: skip
-        rate = row["batch"] / row["decode_s"]
-        best, regret = (
-            (f"{max(rates):.1f}", f"{100 * (max(rates) / rate - 1):+.1f} %")
-            if rates
-            else ("none", "")
-        )
+        rate = batch / plan["decode_s"]
+        best = min(others, key=lambda row: float(row["decode_s"]))
+        name = f"`{best['partition']}` " + ("planned" if "limit" in best else "random")
+        best_rate = batch / best["decode_s"]
         yield (
-            f"| {row['limit']:g} | {row['batch']} | {rate:.1f} | {best} | {regret} | "
-            f"{row['kld']:.4f} |"
+            f"| {limit:g} | {batch} | `{plan['partition']}` | {rate:.1f} | {name} | {best_rate:.1f}"
+            f" | {100 * (best_rate / rate - 1):.1f} % | {plan['kld']:.4f} |"
         )
 
 

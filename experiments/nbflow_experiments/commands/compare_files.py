@@ -81,7 +81,7 @@ def _windows(arguments: argparse.Namespace) -> list[Window]:
     if arguments.windows < 0:
         raise UsageError(f"--windows must not be negative, got {arguments.windows}")
     path = backend.text_file(arguments.reference, arguments.text)
-    ids, bos = backend.tokenize(arguments.reference, path.read_text(encoding="utf-8"))
+    ids, bos = backend.tokenize(arguments.reference, path)
     return cut(ids, arguments.context, 0, "second-half", bos)[: arguments.windows or None]
 
 

@@ -90,7 +90,8 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     _check(arguments)
-    windows = text_windows(arguments)
+    named = arguments.reference or ""  # "" is the model itself
+    windows = text_windows(arguments, None if named.endswith(".h5") else named or None)
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(load_model(arguments))
         if not model.participates:
@@ -133,11 +134,13 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError("--greedy compares with a reference on one rank: leave --partition out")
 
 
-def text_windows(arguments: argparse.Namespace) -> list[Window]:
-    """Return the windows of the text that the arguments describe."""
-    path = backend.text_file(arguments.model, arguments.text, arguments.spec)
-    text = path.read_text(encoding="utf-8")
-    ids, bos = backend.tokenize(arguments.tokenizer or arguments.model, text)
+def text_windows(arguments: argparse.Namespace, reference: str | None = None) -> list[Window]:
+    """Return the windows of the text that the arguments describe, by default the model's.
+
+    A model without a text has that of the `reference`.
+    """
+    path = backend.text_file(arguments.model, arguments.text, arguments.spec, reference)
+    ids, bos = backend.tokenize(arguments.tokenizer or arguments.model, path)
     windows = cut(ids, arguments.context, arguments.stride, arguments.scored, bos)
     return windows[: arguments.windows or None]
 

@@ -129,8 +129,7 @@ def as_json(entry: Entry) -> dict[str, object]:
 @cache
 def _windows() -> tuple[Window, ...]:
     """Return the windows of the text."""
-    text = backend.text_file(MODEL).read_text(encoding="utf-8")
-    ids, bos = backend.tokenize(MODEL, text)
+    ids, bos = backend.tokenize(MODEL, backend.text_file(MODEL))
     return tuple(cut(ids, CONTEXT, 0, "second-half", bos)[:N_WINDOWS])
 
 

@@ -39,8 +39,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +71,7 @@ _Bundle = list[dict[str, Value]]
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 """Suffixes of sweep files."""
 _MOST_BYTES = 2**22  # a sweep is written by hand
+_MOST_POINTS = 10**6  # at 10 s each, four months
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def apply_override(data: dict[str, Any], text: str) -> None:
         raise unknown_name("section in --set", section, ("sweep", "settings", "axes"))
     try:
         parsed: object = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         if not re.fullmatch(r"[\w./&;-]+", value.strip()):
             raise UsageError(f"--set {text!r}: the value is not valid TOML: {error}") from None
         parsed = value.strip()
@@ -201,6 +204,11 @@ def parse_sweep(
                 f"{factor} is given twice: it can be fixed, an axis, or part of one [[zip]]"
             )
     base = {s.name: s.default for s in SETTINGS.values()} | fixed
+    n_points = math.prod(map(len, bundles))
+    if n_points > _MOST_POINTS:
+        raise UsageError(
+            f"the axes have {n_points} points; a sweep has at most {_MOST_POINTS}: shorten axes"
+        )
     product = [_merge(base, parts) for parts in itertools.product(*bundles)]
     for config in product:
         resolve_words(config)
@@ -253,8 +261,8 @@ def _absolute(plugins: Sequence[str], folder: Path) -> list[str]:
 
 def _measures(names: object) -> tuple[str, ...]:
     """Return the checked names of the measures, in the order in which they run."""
-    if not isinstance(names, list) or not names:
-        raise UsageError(f"[sweep]: measures must be a list of names, got {names!r}")
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise UsageError(f"[sweep]: measures must be a list of names, got {names!r:.200}")
     for name in names:
         if name not in MEASURES:
             raise unknown_name("measure", name, MEASURES)
@@ -292,7 +300,7 @@ def expand_axis(name: str, values: object, where: str) -> list[Value]:
     result = [check_value(name, value, where) for value in written]
     if not result:
         raise UsageError(f"{where}: {name} has no values")
-    repeated = {v for v in result if result.count(v) > 1}
+    repeated = [v for v, n in Counter(result).items() if n > 1]
     if repeated and where == "[axes]":
         raise UsageError(f"{where}: {name} has {sorted(map(str, repeated))} more than once")
     return result
@@ -365,11 +373,11 @@ def _parse(path: Path, text: str) -> Any:
         yaml = require("yaml")
         try:
             return yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise UsageError(f"{path} is not valid YAML: {error}") from None
+    is_json = suffix == ".json"
     try:
-        return json.loads(text) if suffix == ".json" else tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not valid TOML: {error}") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UsageError(f"{path} is not valid JSON: {error}") from None
+        return json.loads(text) if is_json else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        kind = "JSON" if is_json else "TOML"
+        raise UsageError(f"{path} is not valid {kind}: {error}") from None

@@ -49,7 +49,7 @@ def make_windows(ids: np.ndarray, n_tokens: int, window: int, seed: int) -> np.n
 
 def text_windows(model: str, text: Path, n_tokens: int, window: int, seed: int) -> np.ndarray:
     """Return the windows of a text file; each begins with BOS if the tokenizer adds one."""
-    ids, bos = backend.tokenize(model, text.read_text(encoding="utf-8"))
+    ids, bos = backend.tokenize(model, text)
     windows = make_windows(ids, n_tokens, window, seed)
     if bos is not None:
         windows = windows.copy()

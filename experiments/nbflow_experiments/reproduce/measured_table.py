@@ -52,7 +52,7 @@ class Outcome:
 def text_windows(table: PublishedTable, model: str, text: Path, limit: int = 0) -> list[Window]:
     """Return the table's windows of a text in the model's tokens, at most `limit` of them."""
     how = table.convention
-    ids, bos = backend.tokenize(model, text.read_text(encoding="utf-8"))
+    ids, bos = backend.tokenize(model, text)
     bos = None if how.bos == "none" else bos
     if how.bos == "text" and bos is not None and how.scored != "new":
         ids, bos = np.concatenate([[bos], ids]), None

@@ -99,31 +99,26 @@ def _kinds(
     tables: list[dict[str, Any]], family: Family, n: int, only_words: bool = False
 ) -> list[tuple[Any, ...]]:
     """Return what the configuration says of each layer."""
-    said: list[list[Any]] = [[] for _ in range(n)]
-    for table in tables:
-        for key, value in table.items():
-            if isinstance(value, list) and len(value) == n:
-                if only_words and not all(isinstance(item, str) for item in value):
-                    continue
-                for i, item in enumerate(value):
-                    said[i].append(repr(item))
-            elif isinstance(value, dict) and key == OVERRIDES and not only_words:
-                for i in range(n):
-                    said[i].append(repr(_numbered(value).get(i)))
-    for name, rules in family.config.items():
-        for rule in rules if not only_words else ():
-            for table, key in _stated(tables, rule):
-                value = table[key]
-                if isinstance(value, str) and len(value) == n and (rule.values or rule.where):
-                    for i in range(n):
-                        said[i].append(value[i])
-                elif _holds_numbers(name, rule, value):
-                    for i in range(n):
-                        said[i].append(i + rule.from_one in value)
-                elif name == "dense_first" and isinstance(value, int):
-                    for i in range(n):
-                        said[i].append(i < value)
-    return [tuple(each) for each in said]
+    said: list[list[Any]] = []
+    """Values of a key, one for each layer."""
+    for key, value in (item for table in tables for item in table.items()):
+        if isinstance(value, list) and len(value) == n:
+            if not only_words or all(isinstance(item, str) for item in value):
+                said.append(list(map(repr, value)))
+        elif isinstance(value, dict) and key == OVERRIDES and not only_words:
+            said.append([repr(_numbered(value).get(i)) for i in range(n)])
+    if only_words:
+        return list(zip(*said, strict=True)) if said else [()] * n
+    for name, rule in ((name, rule) for name, rules in family.config.items() for rule in rules):
+        for table, key in _stated(tables, rule):
+            value = table[key]
+            if isinstance(value, str) and len(value) == n and (rule.values or rule.where):
+                said.append(list(value))
+            elif _holds_numbers(name, rule, value):
+                said.append([i + rule.from_one in value for i in range(n)])
+            elif name == "dense_first" and isinstance(value, int):
+                said.append([i < value for i in range(n)])
+    return list(zip(*said, strict=True)) if said else [()] * n
 
 
 def _holds_numbers(name: str, rule: ConfigRule, value: Any) -> bool:

@@ -105,6 +105,22 @@ def _update_state(state, kind, history, x, x_bytes, n_tokens, n_kept, lanes, nar
             write_number(at, kind, read_f32(source + 4 * lane), narrow)
 
 
+@jit.device_function
+def _step(kept, taps, shift, x, silu, out, history):
+    """Convolve a token of 16 channels with 4 taps, and update their float32 state."""
+    split_columns(kept, 3, history)
+    second, third, v = simd.load_f32(history + 64), simd.load_f32(history + 128), simd.load_f32(x)
+    y = simd.fma(simd.load_f32(history), simd.load_f32(taps), shift)
+    y = simd.fma(second, simd.load_f32(taps + 64), y)
+    y = simd.fma(third, simd.load_f32(taps + 128), y)
+    y = simd.fma(v, simd.load_f32(taps + 192), y)
+    simd.store_f32(out, times_logistic(y, 1.0, 0.0) if silu else y)
+    simd.store_f32(history, second)
+    simd.store_f32(history + 64, third)
+    simd.store_f32(history + 128, v)
+    join_columns(history, 3, kept)
+
+
 @jit.kernel
 def _causal_conv1d(
     x, x_bytes, weight, bias, state, kind, indptr, state_indices, out, out_bytes, B, C, K, silu,
@@ -129,6 +145,9 @@ def _causal_conv1d(
             _transpose(kept, kind, lanes, K - 1, history)
             x_at = x + begin * x_bytes + 4 * first
             out_at = out + begin * out_bytes + 4 * first
+            if n_tokens == 1 and lanes == 16 and K == 4 and kind == F32:
+                _step(kept, taps, shift, x_at, silu, out_at, history)
+                continue
             for t in range(n_tokens):
                 y = shift
                 for j in range(K):

@@ -17,17 +17,14 @@ from nbflow_kernels.cpu.simd_narrow import write_u8
 
 
 @jit.device_function(strict=True)
-def decode_float8_row(mantissa, bias, source, n, factor, target, padded):
-    """Decode n codes to float32 times `factor`; zeros up to `padded`."""
+def decode_float8_row(mantissa, bias, source, n, target, padded):
+    """Decode n codes to float32; zeros up to `padded`."""
     d = 0
     while d + 16 <= n:
-        v = _values(mantissa, bias, simd.load_u8(source + d))
-        simd.store_f32(target + 4 * d, simd.mul(v, simd.splat(factor)))
+        simd.store_f32(target + 4 * d, _values(mantissa, bias, simd.load_u8(source + d)))
         d += 16
     while d < n:
-        write_f32(
-            target + 4 * d, float8_value(mantissa, bias, read_u8(source + d)) * np.float32(factor)
-        )
+        write_f32(target + 4 * d, float8_value(mantissa, bias, read_u8(source + d)))
         d += 1
     while d < padded:
         store_first(target + 4 * d, padded - d, simd.splat(0.0))

@@ -15,7 +15,7 @@ horizontal sums at the cost of about five.
 `load_first(addr, n, rest)`           16 float32 of which the first `n` are read, the others `rest`
 `load_first_f16 load_first_bf16`      the same, widened; the others 0
 `store_first(addr, n, v)`             the first `n` lanes only
-`allocate(n_bytes)`                   the address of scratch memory, until `release(addr)`
+`allocate(n_bytes)`                   scratch memory at a cache line, until `release(addr)`
 `prefetch(addr)`                      prefetch a cache line; any address is allowed
 `prefetch_lines(addr, n)`             prefetch `n` consecutive lines; `n` is a constant
 `store_halves(low, high, v)`          lanes 0-7 to `low`, lanes 8-15 to `high`
@@ -45,6 +45,9 @@ from nbflow_kernels.cpu.llvm import F32, I8, I16, I32, I64, LANES
 from nbflow_kernels.cpu.simd import f32x16
 
 intrinsic = functools.partial(interpreter.intrinsic, fallback="simd_memory")
+
+LINE = 64
+"""Bytes of a cache line."""
 
 
 def _make_read(name: str, stored: Any, result: Any, widen: str | None) -> Any:
@@ -189,19 +192,22 @@ def store_first(typing_context, addr, n, v):
 
 @intrinsic
 def allocate(typing_context, n_bytes):
-    """Return the address of scratch memory that lives until `release`.
+    """Return the address of scratch memory, of a cache line, that lives until `release`.
 
     It compiles much faster than np.empty, and Numba frees an array after its last use by name even
-    if its address is still in use.
+    if its address is still in use.  The address of the allocation is stored before the line.
     """
 
     def codegen(context, builder, signature, args):
-        pointer = context.nrt.allocate(
-            builder, context.cast(builder, args[0], signature.args[0], types.intp)
-        )
+        size = context.cast(builder, args[0], signature.args[0], types.intp)
+        pointer = context.nrt.allocate(builder, builder.add(size, ir.Constant(I64, LINE)))
         with builder.if_then(cgutils.is_null(builder, pointer), likely=False):
             context.call_conv.return_user_exc(builder, MemoryError, ("scratch memory of a kernel",))
-        return builder.ptrtoint(pointer, I64)
+        allocated = builder.ptrtoint(pointer, I64)
+        # allocations are multiples of 16, so that there is room before the next line
+        line = builder.and_(llvm.offset(builder, allocated, LINE), ir.Constant(I64, -LINE))
+        llvm.store(builder, allocated, llvm.offset(builder, line, -8))
+        return line
 
     return types.int64(n_bytes), codegen
 
@@ -211,7 +217,8 @@ def release(typing_context, addr):
     """Free memory from `allocate`."""
 
     def codegen(context, builder, signature, args):
-        address = llvm.int64(context, builder, signature, args)
+        line = llvm.int64(context, builder, signature, args)
+        address = llvm.load(builder, llvm.offset(builder, line, -8), I64)
         context.nrt.free(builder, llvm.pointer(builder, address, I8))
         return context.get_dummy_value()
 

@@ -88,29 +88,6 @@ def half_at(data, at):
 
 
 @device
-def e8m0_at(data, at):
-    """Return 2**(e - 128), e the byte at `at`."""
-    e = np.int32(data[at])
-    if e < 2:  # denormal numbers
-        return libdevice.int_as_float(np.int32(0x200000) << e)
-    return libdevice.int_as_float((e - np.int32(1)) << np.int32(23))
-
-
-@device
-def e4m3_at(data, at):
-    """Return half of the unsigned E4M3 number in the byte at `at`; 127 is 0."""
-    byte = np.int32(data[at]) & np.int32(127)
-    exponent, mantissa = byte >> 3, byte & np.int32(7)
-    if byte == 127:
-        return np.float32(0)
-    if exponent == 0:
-        return np.float32(mantissa) * np.float32(2.0**-10)
-    return np.float32(8 + mantissa) * libdevice.int_as_float(
-        np.int32((exponent + 116) << 23)  # 2**(exponent - 7 - 3 - 1)
-    )
-
-
-@device
 def truncated(x):
     """Return a float32 without its fraction."""
     return libdevice.truncf(x)

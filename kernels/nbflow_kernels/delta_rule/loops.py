@@ -29,17 +29,17 @@ def chunk(
         upper[t, t] = q[t] @ k[t]
         from_k[t] = (c * k[t]) @ state
         from_q[t] = (c * q[t]) @ state
-    out, u = np.zeros(v.shape), np.zeros(v.shape)
+    out, x = np.zeros(v.shape), np.zeros(v.shape)  # u_t is beta_t x_t
     for t in range(n):  # a triangular system, by substitution
-        residual = v[t] - from_k[t]
+        x[t] = v[t] - from_k[t]
         for s in range(t):
-            residual -= lower[t, s] * u[s]
-        u[t] = beta[t] * residual
+            x[t] -= lower[t, s] * beta[s] * x[s]
+    for t in range(n):
         out[t] = from_q[t]
         for s in range(t + 1):
-            out[t] += upper[t, s] * u[s]
+            out[t] += upper[t, s] * beta[s] * x[s]
     for i in range(Dk):
         state[i] *= c[i]
         for s in range(n):
-            state[i] += keys[s, i] * u[s]
+            state[i] += keys[s, i] * beta[s] * x[s]
     return out

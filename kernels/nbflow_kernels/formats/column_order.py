@@ -1,9 +1,13 @@
-"""Matrices whose columns are stored in another order: groups of columns that are not neighbours.
+"""Matrices whose columns are stored in another order, or have factors.
 
 GPTQ with act-order (``desc_act``) gives each column a group, in any order.  Columns sorted by group
 (stable) are blocks with one scale each, so `QuantTensor` stores them so, and the order with them.
 A product gathers the activations once, ``x[:, order]``, and multiplies as usual.  Groups that are
 not whole blocks are filled up with columns of order -1, whose activations are 0.
+
+ModelOpt's AWQ and SmoothQuant divide each column by a factor before they quantize it, and multiply
+the activations by it (``pre_quant_scale``).  The gather does that, too: factors come with an order,
+if only 0, 1, 2 ...
 """
 
 from __future__ import annotations
@@ -34,6 +38,31 @@ def check_column_order(order: Any, n_columns: int) -> None:
         )
     if len(kept) != n_columns or (np.bincount(kept, minlength=n_columns) != 1).any():
         raise UsageError(f"column_order must name each of the {n_columns} columns once")
+
+
+def check_column_scales(scales: Any, n_columns: int) -> None:
+    """Raise unless `scales` are float32 (n_columns,)."""
+    known = isinstance(scales, np.ndarray) or is_cuda(scales)
+    if not known or scales.dtype != np.float32:
+        found = scales.dtype if known else type(scales).__name__
+        raise TypeError(f"column_scales must be an array of float32, got {found}")
+    if scales.shape != (n_columns,):
+        raise UsageError(f"column_scales must have shape ({n_columns},), got {scales.shape}")
+
+
+def order_like(scales: Any) -> Any:
+    """Return the order of columns that are stored in order, in the memory of `scales`."""
+    order = np.arange(len(scales), dtype=np.int32)
+    if not is_cuda(scales):
+        return order
+    from nbflow_kernels.cuda import to_device
+
+    return to_device(order, scales)
+
+
+def same_columns(a: NDArray[Any] | None, b: NDArray[Any] | None) -> bool:
+    """Return whether two orders or factors of columns, or their absence, are equal."""
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def order_by_group(
@@ -87,9 +116,12 @@ def inverse(order: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def gather_columns(
-    x: NDArray[np.float32], order: NDArray[np.int32], out: NDArray[np.float32]
+    x: NDArray[np.float32],
+    order: NDArray[np.int32],
+    out: NDArray[np.float32],
+    scales: NDArray[np.float32] | None = None,
 ) -> None:
-    """Write ``x[:, order]`` to `out`, zeros where the order is -1; on the CPU.
+    """Write ``(x * scales)[:, order]`` to `out`, zeros where the order is -1; on the CPU.
 
     Parameters
     ----------
@@ -99,8 +131,13 @@ def gather_columns(
         Columns of `x`, in -1..K - 1, not checked.
     out : array of float32, shape (T, S)
         Where to write the result.
+    scales : array of float32, shape (K,), optional
+        Factors of the columns of `x`.
     """
-    parallel_for(_gather_columns, len(x), 4.0 * out.size, x, order, out)
+    if scales is None:
+        parallel_for(_gather_columns, len(x), 4.0 * out.size, x, order, out)
+    else:
+        parallel_for(_gather_scaled, len(x), 4.0 * out.size, x, order, scales, out)
 
 
 @jit.kernel
@@ -109,3 +146,11 @@ def _gather_columns(x, order, out, start, stop):
         for j in range(len(order)):
             k = order[j]
             out[t, j] = x[t, k] if k >= 0 else np.float32(0.0)
+
+
+@jit.kernel
+def _gather_scaled(x, order, scales, out, start, stop):
+    for t in range(start, stop):
+        for j in range(len(order)):
+            k = order[j]
+            out[t, j] = x[t, k] * scales[k] if k >= 0 else np.float32(0.0)

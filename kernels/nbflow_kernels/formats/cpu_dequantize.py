@@ -43,6 +43,8 @@ def _reordered(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float3
             rows = np.empty((len(some), qt.n_stored_columns), np.float32)
             _in_stored_order(qt, some, rows)
             out[start : start + step] = rows[:, columns]
+            if qt.column_scales is not None:
+                out[start : start + step] *= qt.column_scales
 
 
 def _in_stored_order(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32]) -> None:

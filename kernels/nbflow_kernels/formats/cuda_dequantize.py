@@ -60,11 +60,21 @@ def decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
 
 
 def _decode_reordered(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:
-    """Dequantize rows whose columns are stored in another order."""
+    """Dequantize rows whose columns are stored in another order, or have factors."""
     device, order = cuda.device_of(out), cuda.to_host(qt.column_order)
-    rows = device.empty((len(out), len(order)), out.dtype)
+    columns = device.asarray(inverse(order))
+    if qt.column_scales is None:
+        rows = device.empty((len(out), len(order)), out.dtype)
+        _decode(qt, ids, scale, rows)
+        gather_columns(rows, columns, out)
+        return
+    rows = device.empty((len(out), len(order)), np.float32)
     _decode(qt, ids, scale, rows)
-    gather_columns(rows, device.asarray(inverse(order)), out)
+    factors = np.where(order >= 0, cuda.to_host(qt.column_scales)[order], np.float32(0))
+    wide = out if out.dtype == np.float32 else device.empty(out.shape, np.float32)
+    gather_columns(rows, columns, wide, device.asarray(factors))
+    if wide is not out:
+        gather(None, wide, 1.0, out)
 
 
 def _decode(qt: QuantTensor, ids: Any, scale: float, out: Any) -> None:

@@ -41,6 +41,18 @@ __global__ void __launch_bounds__(256) gather_columns(const T* x, const int* ord
     out[t * out_stride + j] = k < 0 ? T(0) : x[t * x_stride + k];
 }
 
+// out[t, j] = x[t, k] * scales[k] with k = order[j], 0 where it is -1.  Grid as above.
+extern "C" __global__ void __launch_bounds__(256) gather_scaled_columns(
+    const float* x, const int* order, const float* scales, float* out, long long x_stride,
+    long long out_stride, int n_rows, int n_columns) {
+  const int j = blockIdx.x * 256 + threadIdx.x;
+  if (j >= n_columns) return;
+  const int k = order[j];
+  const float scale = k < 0 ? 0.0f : scales[k];
+  for (int t = blockIdx.y; t < n_rows; t += gridDim.y)
+    out[t * out_stride + j] = k < 0 ? 0.0f : x[t * x_stride + k] * scale;
+}
+
 // x[i] *= scale.
 extern "C" __global__ void scale_in_place(float* x, long long n, float scale) {
   long long step = (long long)gridDim.x * blockDim.x;

@@ -41,14 +41,26 @@ _gather_columns = {
     )
     for item, word, pointer in ((4, "float", "f32"), (2, "unsigned short", "f16"))
 }  # fmt: skip
+_gather_scaled = cuda.cpp_kernel(
+    __file__, "cuda_gather.cu", "gather_scaled_columns",
+    "f32* x, i32* order, f32* scales, f32* out, i64 x_stride, i64 out_stride, i32 T, i32 S",
+)  # fmt: skip
 
 
-def gather_columns(x: Any, order: Any, out: Any) -> None:
-    """Write ``x[:, order]`` to `out`, zeros where the order is -1; float32 or float16."""
+def gather_columns(x: Any, order: Any, out: Any, scales: Any = None) -> None:
+    """Write ``(x * scales)[:, order]`` to `out`, zeros where the order is -1.
+
+    The arrays are float32; without `scales` they may be float16.
+    """
     (T, S), item = out.shape, out.dtype.itemsize
-    if out.size:
-        args = x, order, out, x.strides[0] // item, out.strides[0] // item, T, S
-        _gather_columns[item]((cuda.ceil_div(S, 256), min(T, 1024)), 256, args)
+    if not out.size:
+        return
+    grid, sizes = (cuda.ceil_div(S, 256), min(T, 1024)), (x.strides[0], out.strides[0])
+    strides = [n_bytes // item for n_bytes in sizes]
+    if scales is None:
+        _gather_columns[item](grid, 256, (x, order, out, *strides, T, S))
+    else:
+        _gather_scaled(grid, 256, (x, order, scales, out, *strides, T, S))
 
 
 def scale_in_place(x: Any, scale: float) -> None:

@@ -16,7 +16,12 @@ from nbflow_kernels.cpu.fork import in_child
 from nbflow_kernels.cpu.parallel_for import at_once
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.codec_spec import ReadRows
-from nbflow_kernels.formats.column_order import check_column_order
+from nbflow_kernels.formats.column_order import (
+    check_column_order,
+    check_column_scales,
+    order_like,
+    same_columns,
+)
 from nbflow_kernels.formats.csr import CsrMatrix
 from nbflow_kernels.formats.floats import FloatFormat, PackedFloats
 from nbflow_kernels.formats.layout_cpu import CpuPacked
@@ -55,6 +60,9 @@ class QuantTensor:
     column_order : array of int32, shape (S,), optional
         Column of the weights that each stored column holds, every column once; -1 for padding,
         which counts as zeros.  `data` then has rows of S columns.  None: stored in order.
+    column_scales : array of float32, shape (K,), optional
+        Factors of the columns: a decoded weight is multiplied by that of its column, and products
+        multiply the activations instead, before they are rounded.
 
     Attributes
     ----------
@@ -67,14 +75,17 @@ class QuantTensor:
     outliers : CsrMatrix or None
         Corrections added to the decoded values of single weights.
     column_order : array of int32, shape (S,), or None
-        Order of the stored columns (GPTQ's act-order), in the memory of the weights.
+        Order of the stored columns (GPTQ's act-order), in the memory of the weights.  With
+        `column_scales` always an array.
+    column_scales : array of float32, shape (K,), or None
+        Factors of the columns (ModelOpt's pre_quant_scale), in the memory of the weights.
 
     Raises
     ------
     UsageError
         If the format is unknown, `data` does not have the size of format and shape, `outliers`
-        have another shape, or `column_order` does not name every column once or goes with outliers
-        or a format without a packed layout.
+        or `column_scales` have another shape, or `column_order` does not name every column once; if
+        one of the latter two goes with outliers or a format without a packed layout.
 
     Examples
     --------
@@ -86,7 +97,8 @@ class QuantTensor:
     """
 
     __slots__ = (
-        "_data", "_matrices", "_packed", "_units", "column_order", "format", "outliers", "shape",
+        "_data", "_matrices", "_packed", "_units", "column_order", "column_scales", "format",
+        "outliers", "shape",
     )  # fmt: skip
 
     def __init__(
@@ -96,17 +108,22 @@ class QuantTensor:
         data: NDArray[np.uint8],
         outliers: CsrMatrix | None = None,
         column_order: NDArray[np.int32] | None = None,
+        column_scales: NDArray[np.float32] | None = None,
     ) -> None:
         self._matrices: tuple[QuantTensor, ...] | None = None
         self.format = _format(format)
         self.shape = _checked_shape(shape)
-        self.column_order = column_order
+        if column_scales is not None:
+            check_column_scales(column_scales, self.shape[-1])
+            if column_order is None:
+                column_order = order_like(column_scales)
+        self.column_order, self.column_scales = column_order, column_scales
         if column_order is not None:
             check_column_order(column_order, self.shape[-1])
             if outliers is not None or self.is_float or self.format.decodes_from_storage:
                 raise UsageError(
-                    "column_order goes with a block format that has a packed layout, and without "
-                    f"outliers, got {self.format.name}"
+                    "column_order and column_scales go with a block format that has a packed "
+                    f"layout, and without outliers, got {self.format.name}"
                 )
         wanted = _data_shape(self.format, (*self.shape[:-1], self.n_stored_columns))
         known = isinstance(data, np.ndarray) or is_cuda(data)
@@ -194,7 +211,7 @@ class QuantTensor:
         """
         tensor = object.__new__(cls)
         tensor.format, tensor.shape = _format(format), _checked_shape(shape)
-        tensor.outliers = tensor.column_order = None
+        tensor.outliers = tensor.column_order = tensor.column_scales = None
         tensor._data = tensor._packed = tensor._matrices = tensor._units = None
         if tensor.format.decodes_from_storage:
             return cls(format, shape, rows(0, tensor.n_rows).copy())
@@ -248,8 +265,12 @@ class QuantTensor:
         if self.on_device:
             return self
         outliers = self.outliers.to_device(like) if self.outliers is not None else None
-        order = None if self.column_order is None else to_device(self.column_order, like)
-        return QuantTensor(self.format, self.shape, to_device(self.data, like), outliers, order)
+        of_columns = (
+            None if part is None else to_device(part, like)
+            for part in (self.column_order, self.column_scales)
+        )  # fmt: skip
+        data = to_device(self.data, like)
+        return QuantTensor(self.format, self.shape, data, outliers, *of_columns)
 
     def to_host(self) -> QuantTensor:
         """Copy the tensor to NumPy arrays; the inverse of `to_device`."""
@@ -258,8 +279,11 @@ class QuantTensor:
         if not self.on_device:
             return self
         outliers = self.outliers.to_host() if self.outliers is not None else None
-        order = None if self.column_order is None else to_host(self.column_order)
-        return QuantTensor(self.format, self.shape, to_host(self.data), outliers, order)
+        of_columns = (
+            None if part is None else to_host(part)
+            for part in (self.column_order, self.column_scales)
+        )  # fmt: skip
+        return QuantTensor(self.format, self.shape, to_host(self.data), outliers, *of_columns)
 
     def drop_storage(self) -> None:
         """Make the packed layout and free the storage bytes.
@@ -299,8 +323,8 @@ class QuantTensor:
 
     @property
     def extra_nbytes(self) -> int:
-        """Bytes of the outliers and of the order of columns."""
-        extra = (self.outliers, self.column_order)
+        """Bytes of the outliers, and of the order and factors of columns."""
+        extra = (self.outliers, self.column_order, self.column_scales)
         return sum(int(part.nbytes) for part in extra if part is not None)
 
     @property
@@ -403,7 +427,8 @@ class QuantTensor:
             raise UsageError(f"rows must lie in 0..{self.n_rows}, got {start}..{stop}")
         shape = (stop - start, self.shape[-1])
         some = None if self.outliers is None else self.outliers.rows(slice(start, stop))
-        return QuantTensor(self.format, shape, self.data[start:stop], some, self.column_order)
+        of_columns = self.column_order, self.column_scales
+        return QuantTensor(self.format, shape, self.data[start:stop], some, *of_columns)
 
     def columns(self, start: int, stop: int) -> QuantTensor:
         """Return columns [start, stop) of all rows; both bounds are block boundaries.
@@ -432,7 +457,7 @@ class QuantTensor:
         Raises
         ------
         UsageError
-            If formats, widths or orders of columns differ, or `tensors` is empty.
+            If formats, widths, orders or factors of columns differ, or `tensors` is empty.
         """
         kinds = {(t.format.name, t.shape[-1]) for t in tensors}
         if len(kinds) != 1:
@@ -441,9 +466,11 @@ class QuantTensor:
             )
         like = tensors[0].data if tensors[0].on_device else None
         tensors = [t.to_host() for t in tensors]
-        order = tensors[0].column_order
-        if not all(_same(t.column_order, order) for t in tensors):
+        order, scales = tensors[0].column_order, tensors[0].column_scales
+        if not all(same_columns(t.column_order, order) for t in tensors):
             raise UsageError("tensors must have the same column_order")
+        if not all(same_columns(t.column_scales, scales) for t in tensors):
+            raise UsageError("tensors must have the same column_scales")
         data = np.concatenate([t.data for t in tensors])
         shape = (len(data), tensors[0].shape[-1])
         outliers = None
@@ -451,7 +478,7 @@ class QuantTensor:
             outliers = CsrMatrix.concatenate(
                 [t.outliers or CsrMatrix.empty((t.n_rows, shape[1])) for t in tensors]
             )
-        together = cls(tensors[0].format, shape, data, outliers, order)
+        together = cls(tensors[0].format, shape, data, outliers, order, scales)
         return together if like is None else together.to_device(like)
 
     def matrices(self) -> tuple[QuantTensor, ...]:
@@ -479,19 +506,20 @@ class QuantTensor:
         assert self._units is not None
         matrix = object.__new__(QuantTensor)
         matrix.format, matrix.shape, matrix.outliers = self.format, self.shape[-2:], None
-        matrix.column_order = self.column_order
+        matrix.column_order, matrix.column_scales = self.column_order, self.column_scales
         matrix._data = matrix._packed = matrix._matrices = None
         matrix._units = self._units.matrix(index, self.shape[-2])
         return matrix
 
     def __reduce__(self) -> tuple[Any, ...]:
         host = self.to_host()
-        parts = host.format, host.shape, host.data, host.outliers, host.column_order
-        return QuantTensor, parts
+        parts = host.format, host.shape, host.data, host.outliers
+        return QuantTensor, (*parts, host.column_order, host.column_scales)
 
     def __repr__(self) -> str:
         few = f", outliers={self.outliers.nnz}" if self.outliers is not None else ""
-        few += ", reordered" if self.column_order is not None else ""
+        if self.column_order is not None:
+            few += ", reordered" if self.column_scales is None else ", scaled columns"
         place = ", on a CUDA device" if self.on_device else ""
         return (
             f"QuantTensor({self.format.name}, shape={self.shape}, nbytes={self.nbytes}{few}{place})"
@@ -511,11 +539,6 @@ def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
             f"shape must have at least one axis, no negative ones and a last one >= 1, got {shape}"
         )
     return checked
-
-
-def _same(a: NDArray[np.int32] | None, b: NDArray[np.int32] | None) -> bool:
-    """Return whether two orders of columns, or their absence, are equal."""
-    return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def _data_shape(format: QuantFormat, shape: tuple[int, ...]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Gates: products with an activation of another array, and decays of recurrent states.
+"""Gates: products with an activation of another array, limits, and decays of recurrent states.
 
 Gates of attention outputs, of recurrent layers and of short convolutions are columns of other
 arrays than what they multiply; `nbflow_kernels.glu` is for two halves of one array.
@@ -15,7 +15,7 @@ from nbflow_kernels.arrays import check_array, check_together, is_cuda, output_a
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.gating import cpu, cuda
 
-__all__ = ["extend_heads", "gated_product", "log_decay"]
+__all__ = ["clip", "extend_heads", "gated_product", "log_decay"]
 
 
 def gated_product(
@@ -79,6 +79,55 @@ def gated_product(
         out = output_array(x, gate.shape, out, rows=True)
     variant: Any = cuda if is_cuda(gate) else cpu
     variant.gated_product(gate, x, activation, out)
+    return out
+
+
+def clip(x: NDArray[np.float32], limit: float, out: NDArray[np.float32] | None = None) -> Any:
+    r"""Limit the magnitude of each element.
+
+    .. math:: y_{ti} = \min(\max(x_{ti}, -L), L)
+
+    Parameters
+    ----------
+    x : array of float32, shape (T, I)
+        Input; rows may be strided.  A NumPy array runs on the CPU; an array on a CUDA device runs
+        there.
+    limit : float
+        L, above 0.
+    out : array of float32, shape (T, I), optional
+        Output array; rows may be strided.  It may be `x` itself.
+
+    Returns
+    -------
+    array of float32, shape (T, I)
+        `out` if given, else a new array on the device of `x`.  NaN stays NaN.
+
+    Raises
+    ------
+    UsageError
+        If the shapes differ, or `limit` is not above 0.
+    TypeError
+        If an array is not of float32.
+
+    Notes
+    -----
+    OLMo, MPT and DBRX limit queries, keys and values (``clip_qkv``).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import clip
+    >>> clip(np.array([[-9.0, 0.5, 9.0]], np.float32), 8.0)
+    array([[-8. ,  0.5,  8. ]], dtype=float32)
+    """
+    check_together(x=x, out=out)
+    check_array("x", x, (None, None), rows=True)
+    if not limit > 0:
+        raise UsageError(f"limit must be above 0, got {limit}")
+    if out is not x:
+        out = output_array(x, x.shape, out, rows=True)
+    variant: Any = cuda if is_cuda(x) else cpu
+    variant.clip(x, float(limit), out)
     return out
 
 

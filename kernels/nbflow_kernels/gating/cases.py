@@ -86,7 +86,23 @@ def _extend_case(name: str, T: int, H: int, D: int, W: int, exponential: bool) -
     )  # fmt: skip
 
 
+def _clip_case(name: str, T: int, width: int, padding: int) -> OpCase:
+    """Return a case of `clip`; x is columns of a wider array, and has the special values."""
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        x = rng.uniform(-6.0, 6.0, (T, width + padding)).astype(np.float32)
+        x[:, padding : padding + 4] = np.array([np.nan, np.inf, -np.inf, 1.75])[:width]
+        return {"x": x[:, padding:], "limit": 1.75}
+
+    return OpCase(
+        op="clip", name=name, inputs=inputs, rtol=0.0, atol=0.0, reason="copies; 1.75 is exact",
+        n_bytes=8 * T * width, n_flops=2 * T * width, out=((T, width), "float32"),
+    )  # fmt: skip
+
+
 CASES: list[OpCase] = [
+    _clip_case("ragged", 5, 37, 3),
+    _clip_case("one_column", 3, 1, 0),
     _extend_case("ragged", 3, 2, 12, 28, True),
     _extend_case("queries", 5, 3, 7, 8, False),
     _decay_case("ragged", 5, 37),

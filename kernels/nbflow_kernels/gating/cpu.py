@@ -7,7 +7,7 @@ import numpy as np
 from nbflow_kernels.activation.cpu import ACTIVATIONS, activated
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
-from nbflow_kernels.cpu.simd_math import softplus
+from nbflow_kernels.cpu.simd_math import keep_nan, softplus
 from nbflow_kernels.cpu.simd_memory import address_of
 from nbflow_kernels.cpu.simd_row_end import load_up_to, store_up_to
 
@@ -25,6 +25,16 @@ def gated_product(gate, x, activation, out):
         _gated_product, T, T * width * _COST,
         address_of(gate), gate_bytes, address_of(x), x.strides[0],
         address_of(out), out.strides[0], width, *GATES[activation],
+    )  # fmt: skip
+
+
+def clip(x, limit, out):
+    """See `nbflow_kernels.clip`."""
+    hold(x, out)
+    T, width = out.shape
+    parallel_for(
+        _clip, T, float(T * width),
+        address_of(x), x.strides[0], address_of(out), out.strides[0], width, limit,
     )  # fmt: skip
 
 
@@ -71,6 +81,17 @@ def _gated_product(
                 v = activated(v, code, linear, cubic)
             v = simd.mul(v, load_up_to(x + t * x_bytes + 4 * i, n))
             store_up_to(out + t * out_bytes + 4 * i, n, v)
+
+
+@jit.kernel
+def _clip(x, x_bytes, out, out_bytes, width, limit, start, stop):
+    """Compute rows [start, stop)."""
+    for t in range(start, stop):
+        for i in range(0, width, 16):
+            n = width - i
+            v = load_up_to(x + t * x_bytes + 4 * i, n)
+            y = simd.maximum(simd.minimum(v, simd.splat(limit)), simd.splat(-limit))
+            store_up_to(out + t * out_bytes + 4 * i, n, keep_nan(y, v))
 
 
 @jit.kernel

@@ -34,6 +34,23 @@ def gated_product(gate: Any, x: Any, activation: str, out: Any) -> None:
 
 
 @functools.cache
+def _clip_kernel() -> cuda.Kernel:
+    return cuda.cpp_kernel(
+        __file__, "gating.cu", "clip",
+        "f32* x, f32* out, i32 T, i32 width, i64 x_row, i64 out_row, f32 limit",
+    )  # fmt: skip
+
+
+def clip(x: Any, limit: float, out: Any) -> None:
+    """See `nbflow_kernels.clip`."""
+    T, width = out.shape
+    if T * width:
+        rows = [array.strides[0] // array.itemsize for array in (x, out)]
+        n_blocks = cuda.ceil_div(T * width, _THREADS)
+        _clip_kernel()(n_blocks, _THREADS, (x, out, T, width, *rows, limit))
+
+
+@functools.cache
 def _decay_kernel() -> cuda.Kernel:
     return cuda.cpp_kernel(
         __file__, "gating.cu", "log_decay",

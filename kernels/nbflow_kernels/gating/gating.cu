@@ -19,6 +19,15 @@ __global__ void gated_product(const float* gate, const float* x, float* out, int
   store4<WIDE>(out + t * out_row, i, width, g);
 }
 
+// out[t, i] = x[t, i] within [-limit, limit], one element to a thread; NaN stays.
+extern "C" __global__ void clip(const float* x, float* out, int T, int width, long long x_row,
+                                long long out_row, float limit) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= T * width) return;
+  float v = x[i / width * x_row + i % width];
+  out[i / width * out_row + i % width] = v > limit ? limit : v < -limit ? -limit : v;
+}
+
 // out[t, h] = rate[h] * log(1 + exp(x[t, h] + bias[h])), one element to a thread.
 extern "C" __global__ void log_decay(const float* x, const float* rate, const float* bias, float* out,
                                      int T, int width, long long x_row, long long out_row) {

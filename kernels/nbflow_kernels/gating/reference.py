@@ -18,6 +18,11 @@ def gated_product(gate: Any, x: Any, activation: str = "sigmoid") -> NDArray[np.
     return gates * np.asarray(x, np.float64)
 
 
+def clip(x: Any, limit: float) -> NDArray[np.float64]:
+    """See `nbflow_kernels.clip`."""
+    return np.clip(np.asarray(x, np.float64), -limit, limit)
+
+
 def log_decay(x: Any, rate: Any, bias: Any) -> NDArray[np.float64]:
     """See `nbflow_kernels.log_decay`."""
     rate, bias = np.asarray(rate, np.float64), np.asarray(bias, np.float64)

@@ -242,7 +242,7 @@ def _convert_row(kinds, source, n, n_bytes, target, scratch):
             at += 1
     else:
         between = simd.address(scratch)
-        decode_row(kinds[0], source, n, np.float32(1), between, n)
+        decode_row(kinds[0], source, n, between, n)
         encode_row(kinds[1], between, n, target)
 
 
@@ -250,8 +250,8 @@ def _convert_row(kinds, source, n, n_bytes, target, scratch):
 def _copy(kind, source, n, out_kind, target, scratch):
     """Decode one head vector to float32 or, through `scratch`, to float16."""
     if out_kind == F32:
-        decode_row(kind, source, n, np.float32(1), target, n)
+        decode_row(kind, source, n, target, n)
     else:
         between = simd.address(scratch)
-        decode_row(kind, source, n, np.float32(1), between, n)
+        decode_row(kind, source, n, between, n)
         write_floats(out_kind, between, n, target)

@@ -161,20 +161,20 @@ _NAN_HALF = 0x7E00
 
 
 @jit.kernel
-def decode_row(kind, source, n, factor, target, padded):
+def decode_row(kind, source, n, target, padded):
     """Decode one head vector to float32.
 
-    `source` is the address of a row in format `kind`; `target` receives n numbers times `factor`,
-    then zeros up to `padded` >= n.
+    `source` is the address of a row in format `kind`; `target` receives n numbers, then zeros up to
+    `padded` >= n.
     """
     if kind < FIRST_BLOCK_KIND:
-        copy_floats(kind, source, n, factor, target, padded)
+        copy_floats(kind, source, n, np.float32(1), target, padded)
         return
     if kind >= FIRST_FLOAT8_KIND:
         mantissa, bias = LAYOUTS[kind, LOW_BITS], LAYOUTS[kind, ZERO]
-        decode_float8_row(mantissa, bias, source, n, factor, target, padded)
+        decode_float8_row(mantissa, bias, source, n, target, padded)
         return
-    _copy_blocks(kind, source, n, factor, target, padded)
+    _copy_blocks(kind, source, n, target, padded)
     for d in range(min((n + 15) // 16 * 16, padded), padded, 16):
         store_first(target + 4 * d, padded - d, simd.splat(0.0))
 
@@ -190,9 +190,9 @@ def decode_rows(kind, table, first, last, n, target, padded, stride):
     for j in range(first, last):
         row, place = read_i64(table + 8 * j), target + stride * j
         if n_blocks > 0:
-            _copy_signed(row, n_blocks, np.float32(1), place)
+            _copy_signed(row, n_blocks, place)
         else:
-            decode_row(kind, row, n, np.float32(1), place, padded)
+            decode_row(kind, row, n, place, padded)
 
 
 @jit.device_function
@@ -226,44 +226,44 @@ def copy_floats(kind, source, n, factor, target, padded):
 
 
 @jit.device_function
-def _copy_blocks(kind, source, n, factor, target, padded):
+def _copy_blocks(kind, source, n, target, padded):
     mode, high_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, HIGH_BITS]
     n_full = n // LAYOUTS[kind, BLOCK]
     # Dedicated branch-free loops for 8-bit and 4-bit formats; others would gain a third, less than
     # their compile time is worth.
     if mode == SIGNED:
-        _copy_signed(source, n_full, factor, target)
+        _copy_signed(source, n_full, target)
     elif mode == HALVES and high_bits == 0:
-        _copy_4_bits(kind, source, n_full, True, factor, target)
+        _copy_4_bits(kind, source, n_full, True, target)
     elif mode == NIBBLES and high_bits == 0 and LAYOUTS[kind, BLOCK] == 32:
-        _copy_4_bits(kind, source, n_full, False, factor, target)
+        _copy_4_bits(kind, source, n_full, False, target)
     else:
         n_full = 0
     first = n_full * LAYOUTS[kind, BLOCK]
     if first < n:
         at = source + n_full * LAYOUTS[kind, BLOCK_BYTES]
-        _copy_any(kind, at, n - first, factor, target + 4 * first, padded - first)
+        _copy_any(kind, at, n - first, target + 4 * first, padded - first)
 
 
 @jit.device_function
-def _copy_signed(source, n_blocks, factor, target):
+def _copy_signed(source, n_blocks, target):
     """Decode full blocks of a scale and 32 int8."""
-    f, at, to = simd.splat(factor), source, target
+    at, to = source, target
     while at < source + 34 * n_blocks:
         scale = simd.splat_f16(at)
         for i in range(2):
             v = simd.mul(scale, simd.to_f32(simd.load_i8(at + 2 + 16 * i)))
-            simd.store_f32(to + 64 * i, simd.mul(v, f))
+            simd.store_f32(to + 64 * i, v)
         at, to = at + 34, to + 128
 
 
 @jit.device_function
-def _copy_4_bits(kind, source, n_blocks, halves, factor, target):
+def _copy_4_bits(kind, source, n_blocks, halves, target):
     """Decode full blocks of a scale, an optional base, and 32 codes in 16 bytes."""
     block_bytes, low_at = LAYOUTS[kind, BLOCK_BYTES], LAYOUTS[kind, LOW_AT]
     codebook = LAYOUTS[kind, CODEBOOK]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
-    f, zero = simd.splat(factor), simd.splat_i32(LAYOUTS[kind, ZERO])
+    zero = simd.splat_i32(LAYOUTS[kind, ZERO])
     for b in range(n_blocks):
         at, to = source + block_bytes * b, target + 128 * b
         scale = simd.splat_f16(at + scale_at)
@@ -277,15 +277,15 @@ def _copy_4_bits(kind, source, n_blocks, halves, factor, target):
             first, second = levels_of(codebook, first), levels_of(codebook, second)
         v = simd.fma(scale, simd.to_f32(simd.sub(first, zero)), base)
         w = simd.fma(scale, simd.to_f32(simd.sub(second, zero)), base)
-        simd.store_f32(to, simd.mul(v, f))
-        simd.store_f32(to + 64, simd.mul(w, f))
+        simd.store_f32(to, v)
+        simd.store_f32(to + 64, w)
 
 
 @jit.device_function
-def _copy_any(kind, source, n, factor, target, padded):
+def _copy_any(kind, source, n, target, padded):
     block, block_bytes = LAYOUTS[kind, BLOCK], LAYOUTS[kind, BLOCK_BYTES]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
-    zero, f = simd.splat_i32(LAYOUTS[kind, ZERO]), simd.splat(factor)
+    zero = simd.splat_i32(LAYOUTS[kind, ZERO])
     at = source
     for first in range(0, n, block):
         scale = simd.splat_f16(at + scale_at)
@@ -294,7 +294,6 @@ def _copy_any(kind, source, n, factor, target, padded):
             code = _load_codes(kind, at, d - first)
             # one rounding: float16 times code has at most 19 bits
             v = simd.fma(scale, simd.to_f32(simd.sub(code, zero)), base)
-            v = simd.mul(v, f)
             if d + 16 > n:
                 v = keep(v, n - d)
             if d + 16 <= padded:

@@ -29,12 +29,22 @@ _REASON = {
 
 
 def weights(
-    rng: np.random.Generator, N: int, K: int, format: str, reordered: bool = False
+    rng: np.random.Generator,
+    N: int,
+    K: int,
+    format: str,
+    reordered: bool = False,
+    scaled: bool = False,
 ) -> QuantTensor:
     """Return N(0, 1/K) weights; those of a large matrix repeat after 512 rows.
 
-    With `reordered`, columns belong to four groups of different sizes in any order.
+    With `reordered`, columns belong to four groups of different sizes in any order; with `scaled`,
+    they have factors of 0.5 to 1.
     """
+    if scaled:
+        plain = weights(rng, N, K, format, reordered)
+        factors = rng.uniform(0.5, 1.0, K).astype(np.float32)
+        return QuantTensor(format, (N, K), plain.data, None, plain.column_order, factors)
     if reordered:
         groups = rng.choice(4, K, p=(0.4, 0.1, 0.2, 0.3))
         order, _ = order_by_group(groups, 4, FORMATS[format].block_size)
@@ -59,11 +69,12 @@ def _case(
     timed: bool = False,
     device_only: bool = False,
     reordered: bool = False,
+    scaled: bool = False,
 ) -> OpCase:
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         made: dict[str, Any] = {
             "x": rng.standard_normal((T, K), dtype=np.float32),
-            "w": weights(rng, N, K, format, reordered),
+            "w": weights(rng, N, K, format, reordered, scaled),
         }
         if activations != "f32":
             made["activations"] = activations
@@ -136,6 +147,8 @@ CASES = [
         for f, T in (("int4_g32", 1), ("uint4_g64", 5), ("uint3_g16_f32", 40))
         for a in ("f32", "bf16", "int8")
     ),
+    _case("scaled_int4_g32", 1, 37, 203, "int4_g32", bias=True, scaled=True),
+    _case("scaled_uint4_g64", 5, 37, 203, "uint4_g64", activations="int8", scaled=True),
     _case("one_row", 1, 20, 100, "q4", activations="bf16"),
     _case("long_rows", 7, 18, 4300, "q4", accumulate=True),
     _case("long_rows", 7, 18, 8500, "f16", activations="bf16", accumulate=True),

@@ -50,7 +50,7 @@ def qmatmul(
     """See `nbflow_kernels.qmatmul`."""
     if w.column_order is not None:
         gathered = np.empty((len(x), w.n_stored_columns), np.float32)
-        gather_columns(x, w.column_order, gathered)
+        gather_columns(x, w.column_order, gathered, w.column_scales)
         x = gathered
     if activations == "int8":
         rows = Int8Rows.empty(*x.shape)

@@ -114,11 +114,11 @@ def qmatmul(
 
 
 def _in_stored_order(x: Any, w: QuantTensor) -> Any:
-    """Return activations in the order in which a weight stores its columns."""
+    """Return activations in the order of a weight's stored columns, times their factors."""
     shape = len(x), w.n_stored_columns
     gathered = workspace(device_of(x), "qmatmul columns", shape[0] * shape[1], "f4")
     gathered = gathered[: shape[0] * shape[1]].reshape(shape)
-    gather_columns(x, w.column_order, gathered)
+    gather_columns(x, w.column_order, gathered, w.column_scales)
     return gathered
 
 

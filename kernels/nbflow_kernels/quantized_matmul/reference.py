@@ -57,6 +57,8 @@ def qmatmul(
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """See `nbflow_kernels.qmatmul`."""
+    if w.column_scales is not None:
+        x = x.astype(np.float32) * w.column_scales  # rounded to float32 before anything else
     if w.column_order is not None:
         x = np.append(x, np.zeros((len(x), 1), x.dtype), axis=1)[:, w.column_order]  # -1: the zeros
     holds = {"f32": lambda x: x.astype(np.float64), "bf16": to_bf16, "int8": int8_values}

@@ -34,6 +34,7 @@ from nbflow_kernels.quantizers.outliers import (
 from nbflow_kernels.quantizers.registry import default_quantizer, quantize_rows
 
 __all__ = [
+    "AUTO",
     "DAMPING",
     "FORMAT_QUANTIZER_NAMES",
     "QUANTIZER_NAMES",
@@ -42,8 +43,10 @@ __all__ = [
     "quantize_calibrated",
 ]
 
-FORMAT_QUANTIZER_NAMES = ("search", "unbiased", "reference")
-QUANTIZER_NAMES = ("search", "unbiased", "reference", "gptq", "hqq", "outliers")
+AUTO = "auto"
+"""The quantizer `default_quantizer` of a format."""
+FORMAT_QUANTIZER_NAMES = (AUTO, "search", "unbiased", "reference")
+QUANTIZER_NAMES = (*FORMAT_QUANTIZER_NAMES, "gptq", "hqq", "outliers")
 CHUNK = 1 << 22  # weights per pass: bounds the float64 arrays to about 150 MB
 
 
@@ -66,12 +69,13 @@ def quantize(
         some formats exists (`docs/ops.md`).
     format : str or QuantFormat
         A format, or its name in `FORMATS`.
-    quantizer : {"search", "unbiased", "reference"}
+    quantizer : {"search", "unbiased", "reference", "auto"}
         "reference" is the published quantizer, bit for bit.  "search" searches for the parameters
         of each block with the least error, at most that of "reference"; the decoder is the same.
         "unbiased" multiplies the scales of "search" so that <Q(x), x> = <x, x> in each block
         (`nbflow_kernels.quantizers.gain`): less divergence of a model at 3 bits and below; formats
-        without float16 scales keep "search".  Float formats round to nearest with all.
+        without float16 scales keep "search".  "auto" is "unbiased" at 3 bits and below, otherwise
+        "search": the default of models.  Float formats round to nearest with all.
     importance : array of float32, float16 or float64, shape (K,) or that of `x`, optional
         Weights of the squared errors per column or per weight, finite, >= 0: usually the mean
         squares of the activations multiplied with each column (an "importance matrix").  "search"
@@ -119,6 +123,8 @@ def quantize(
     chosen = format if isinstance(format, QuantFormat) else FORMATS[format]
     if quantizer not in FORMAT_QUANTIZER_NAMES:
         raise unknown_name("quantizer", quantizer, FORMAT_QUANTIZER_NAMES)
+    if quantizer == AUTO:
+        quantizer = default_quantizer(chosen)
     if is_cuda(x):
         return _quantize_cuda(x, chosen, quantizer, importance, outliers)
     array = _checked_array(x)
@@ -202,8 +208,8 @@ def quantize_calibrated(
     format : str or QuantFormat
         The format, or its name.  GPTQ and HQQ take formats with equidistant codes: those of
         Inferflow, q4_0, q4_1, q5_0, q5_1, q8_0 and the K-quants.
-    quantizer : {"search", "unbiased", "reference", "gptq", "hqq", "outliers"}
-        See `nbflow_kernels.quantize` for the first three, and `nbflow_kernels.quantizers.gptq`,
+    quantizer : {"auto", "search", "unbiased", "reference", "gptq", "hqq", "outliers"}
+        See `nbflow_kernels.quantize` for the first four, and `nbflow_kernels.quantizers.gptq`,
         `quantizers.hqq` and `quantizers.outliers` for the others.
     statistics : array, shape (K,) or (K, K), or Hessian, optional
         Mean squares of the inputs, or second moments, which GPTQ requires.  "search",

@@ -50,7 +50,7 @@ def cells(format: QuantFormat) -> list[str]:
         YES,
         _importance(format, "reference"),
         _importance(format, "search"),
-        "Outliers: a float format stores each weight alone, none stretches the others' range."
+        "A float format stores each weight alone, none stretches the others' range."
         if is_float
         else YES,
         YES,
@@ -81,19 +81,19 @@ def _cache(format: QuantFormat) -> str:
         kv_format(format.name)
     except UsageError as error:
         reason = str(error).split("; ")[0].replace(f"weight format {format.name}", "this format")
-        return f"KV cache: {reason}."
+        return f"{reason[0].upper()}{reason[1:]}."
     return YES
 
 
 def support_table() -> str:
-    """Return the Markdown table of formats and operations with its footnotes."""
-    notes: dict[str, int] = {}
-    lines = ["| format | " + " | ".join(OPERATIONS) + " |", "|---" * (len(OPERATIONS) + 1) + "|"]
+    """Return a Markdown table of the operations that some formats lack."""
+    missing: dict[tuple[str, str], list[str]] = {}
     for name, format in FORMATS.items():
-        shown = []
-        for cell in cells(format):
-            number = notes.setdefault(cell, len(notes) + 1) if cell != YES else 0
-            shown.append(f"no[^{number}]" if number else YES)
-        lines.append(f"| `{name}` | " + " | ".join(shown) + " |")
-    lines += ["", *(f"[^{number}]: {note}" for note, number in notes.items())]
-    return "\n".join(lines)
+        for operation, cell in zip(OPERATIONS, cells(format), strict=True):
+            if cell != YES:
+                missing.setdefault((operation, cell), []).append(f"`{name}`")
+    lines = [
+        f"| {operation} | {' '.join(names)} | {reason} |"
+        for (operation, reason), names in missing.items()
+    ]
+    return "\n".join(["| operation | formats without it | reason |", "|---|---|---|", *lines])

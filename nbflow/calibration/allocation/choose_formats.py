@@ -28,9 +28,8 @@ from nbflow.calibration.allocation.sensitivity import (
 )
 from nbflow.quantization.policy import WeightFormats, write_policy
 from nbflow.quantization.prepare import parse_quantizer
-from nbflow.quantization.quantizer_options import AUTO
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quantizers import DAMPING
+from nbflow_kernels.quantizers import AUTO, DAMPING
 
 
 @dataclass(frozen=True)

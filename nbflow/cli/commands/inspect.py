@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nbflow.checkpoint import WeightFile, open_weights
+from nbflow.checkpoint.column_groups import ColumnGroups
+from nbflow.checkpoint.column_scales import ScaledColumns
 from nbflow.cli.options import add_plugins_argument
 from nbflow.utils.tables import text_table
 from nbflow_kernels.errors import UsageError
@@ -55,6 +57,7 @@ def _print_table(tensors: list[dict[str, Any]], files: list[str]) -> None:
         shape = "x".join(map(str, tensor["shape"])) or "scalar"
         place = f"{files.index(tensor['file'])}:{tensor['offset']}"
         dtype = tensor["dtype"] + " act-order" * ("act_order" in tensor)
+        dtype += " scaled-columns" * ("column_scales" in tensor)
         found = [printable(tensor["name"]), dtype, shape, f"{tensor['bytes']:,}", place]
         rows.append([*found, tensor["sha256"]] if "sha256" in tensor else found)
     if "sha256" in tensors[0]:
@@ -105,8 +108,10 @@ def _tensor(weights: WeightFile, name: str, with_hash: bool) -> dict[str, Any]:
     }
     if entry.scaled is not None:
         facts["scales"] = entry.scaled.scales.name
-    if weights.column_groups(name) is not None:
+    if isinstance(weights.column_groups(name), ColumnGroups):
         facts["act_order"] = True
+    if isinstance(entry.scaled, ScaledColumns):
+        facts["column_scales"] = entry.scaled.factors.name
     if entry.strides is not None:
         facts["strides"] = list(entry.strides)
     if with_hash:

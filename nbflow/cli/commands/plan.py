@@ -143,12 +143,12 @@ def _shared(arguments: argparse.Namespace, machine: Machine) -> list[str]:
 def _measure(arguments: argparse.Namespace) -> int:
     """Measure and describe this machine."""
     from nbflow.engine.load import load
-    from nbflow.planner.measure_machine import FORMATS, measure_machine
+    from nbflow.planner.measure_machine import FORMATS, ROUNDS, measure_machine
 
     formats: Sequence[str] = FORMATS
     if arguments.weights is not None:
         formats = tuple(nk.FORMATS[name.strip()].name for name in arguments.weights.split(","))
-    machine = measure_machine(load, arguments.ranks, formats=formats)
+    machine = measure_machine(load, arguments.ranks, formats=formats, rounds=ROUNDS)
     if machine is None:  # another rank writes
         return 0
     text = machine_toml(machine)

@@ -16,13 +16,14 @@ def experts_can_transform(spec: ModelSpec) -> bool:
     """
     if spec.moe is not None and spec.moe.latent_size:
         return False
-    in_rows = spec.gate_up_layout == "blocks" and not spec.experts_transposed
+    turned = spec.experts_transposed or spec.experts_down_transposed
+    in_rows = spec.gate_up_layout == "blocks" and not turned
     return in_rows and "moe.down" not in spec.biases
 
 
 def has_plain_mixers(spec: ModelSpec) -> bool:
     """Return True if all layers are attention whose output is linear in the values."""
-    return not spec.is_recurrent and not spec.output_gate
+    return not (spec.is_recurrent or spec.output_gate or spec.qkv_clip)
 
 
 def has_plain_residuals(spec: ModelSpec) -> bool:

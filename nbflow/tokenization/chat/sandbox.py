@@ -20,6 +20,7 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -29,25 +30,34 @@ MAX_CHARACTERS = 100_000_000
 MAX_PROCESSOR_S = 10.0
 _STEP = 200  # cost of an iteration, call, filter or written entry, in characters
 _ENTRY = 8  # cost of a list entry, in characters: the size of a pointer
+_PART = 64  # cost of a part of a text: the size of a short string
 _MAX_BITS = 4096
 _MAX_WIDTH = 100
-_WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)|\{[^}]*(\d{5,}|\{)")
+_MAX_FIELD = 999
+_WIDE_FORMAT = re.compile(
+    r"%[^a-zA-Z%]*(\d{4,}|\*)|\{[^}]*(\d{4,}|\{)"
+    r"|%\((?!\w*\)[-+ #]*\d{0,3}(\.\d{0,3})?[a-zA-Z%])"  # %(name)
+)
 _NO_METHODS = frozenset(
     {"center", "encode", "expandtabs", "ljust", "rjust", "to_bytes", "translate", "zfill"}
 )
 _NO_FILTERS = ("batch", "center", "filesizeformat", "random", "slice", "urlize", "wordwrap")
 _NO_TEXT = frozenset({
-    "attr", "count", "d", "default", "dictsort", "first", "groupby", "items", "last", "length",
-    "list", "map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "sort",
-    "sum", "unique",
+    "attr", "count", "d", "default", "first", "items", "last", "length", "list", "map", "reject",
+    "rejectattr", "reverse", "select", "selectattr", "sum",
 })  # fmt: skip
-"""Filters that do not convert their value to text."""
+"""Filters that neither convert their value to text nor compare its entries."""
+_COMPARE = (
+    "eq", "equalto", "==", "ne", "!=", "gt", "greaterthan", ">", "ge", ">=", "lt", "lessthan", "<",
+    "le", "<=", "in",
+)  # fmt: skip
+"""Tests that compare values."""
 
 
 class Environment(ImmutableSandboxedEnvironment):
     """Environment of one run, with the settings of ``transformers``."""
 
-    intercepted_binops = frozenset({"*", "**", "+", "%"})
+    intercepted_binops = frozenset({"*", "**", "+", "%", "//"})
 
     def __init__(self) -> None:
         super().__init__(
@@ -64,6 +74,9 @@ class Environment(ImmutableSandboxedEnvironment):
         allowed = {name: f for name, f in self.filters.items() if name not in _NO_FILTERS}
         self.filters = {name: self._counted(name, f) for name, f in {**allowed, **own}.items()}
         self.filters |= {"_iterate": self._iterate, "_count": self._count}
+        self.filters["_compare"] = self._count_nested
+        tests: dict[str, Any] = self.tests
+        tests |= {name: self._counted_test(tests[name]) for name in _COMPARE}
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
@@ -107,6 +120,24 @@ class Environment(ImmutableSandboxedEnvironment):
                 todo += item
             self._spend(len(item) if isinstance(item, str | bytes) else _STEP)
         return before - self._left
+
+    def _count_nested(self, value: Any) -> Any:
+        """Count a list, tuple or dict before it is compared or hashed, and return it.
+
+        Lists that hold a list twice, level by level, take time that is exponential in the levels.
+        """
+        if isinstance(value, list | tuple | dict):
+            self._size(value)
+        return value
+
+    def _counted_test(self, test: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a test that counts what it compares."""
+
+        @wraps(test)
+        def run(*arguments: Any, **options: Any) -> Any:
+            return test(*map(self._count_nested, arguments), **options)
+
+        return run
 
     def _iterate(self, values: Iterable[Any]) -> Iterator[Any]:
         """Count the iterations over `values`."""
@@ -153,21 +184,27 @@ class Environment(ImmutableSandboxedEnvironment):
             raise SecurityError(f"{name} takes at most {_MAX_WIDTH}")
         elif name == "indent":
             self._spend(str(value).count("\n") * _MAX_WIDTH)
+        elif name in ("split", "rsplit", "splitlines"):
+            text, by = str(value), rest[0] if rest else None
+            n_parts = text.count(by) if isinstance(by, str) and by else len(text) // 2
+            self._spend(n_parts * _PART)
+        elif name == "tojson" and any(len(t) > _MAX_WIDTH for t in _separators(rest)):
+            raise SecurityError(f"tojson takes separators of at most {_MAX_WIDTH} characters")
         elif name == "sum" and any(isinstance(start, list | tuple) for start in rest):
             raise SecurityError("sum adds numbers only")
 
     def _check_format(self, text: str, values: Any) -> None:
         if _WIDE_FORMAT.search(text):
-            raise SecurityError("a format must not have a width of five digits or a nested field")
-        self._spend((text.count("%") + text.count("{")) * self._size(values))
+            raise SecurityError("a format must not have a width of four digits or a nested field")
+        self._spend((text.count("%") + text.count("{")) * (self._size(values) + _MAX_FIELD))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute ``*``, ``**``, ``+`` or ``%`` with a bounded result."""
+        """Compute ``*``, ``**``, ``+``, ``%`` or ``//`` with a bounded result."""
         if isinstance(left, int) and isinstance(right, int):
             n, m = left.bit_length(), right.bit_length()
             bits = n * max(right, 0) if operator == "**" else n + m
-            if operator in ("*", "**") and bits > _MAX_BITS:
-                raise SecurityError(f"a number has more than {_MAX_BITS} bits")
+            if operator != "+" and bits > _MAX_BITS:
+                raise SecurityError(f"numbers have more than {_MAX_BITS} bits")
         elif operator == "*":
             times = [n for n in (left, right) if isinstance(n, int)]
             self._spend(self._size([left, right]) * max([0, *times]))
@@ -177,6 +214,9 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, function: Any, /, *arguments: Any, **options: Any) -> Any:
         """Call a function, macro or method, and count its result."""
+        if not isinstance(function, Macro):  # may compare its arguments, or make them keys
+            for given in (*arguments, *options.values()):
+                self._count_nested(given)
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
         owner = getattr(method, "__self__", None)
         if not isinstance(owner, str):
@@ -196,7 +236,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Routes loops, ``~`` and slices, which the sandbox does not intercept, through filters."""
+    """Routes loops, ``~``, slices, keys and comparisons, not intercepted, through filters."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -209,11 +249,38 @@ class _Counting(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
         self.generic_visit(node)
-        return _filtered(node, "_count") if isinstance(node.arg, nodes.Slice) else node
+        if isinstance(node.arg, nodes.Slice):
+            return _filtered(node, "_count")
+        node.arg = _compared(node.arg)
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        operands = [node.expr, *(operand.expr for operand in node.ops)]
+        if len(operands) > 2 or not any(isinstance(each, nodes.Const) for each in operands):
+            node.expr = _compared(node.expr)
+            for operand in node.ops:
+                operand.expr = _compared(operand.expr)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        self.generic_visit(node)
+        node.key = _compared(node.key)
+        return node
+
+
+def _compared(node: Any) -> Any:
+    return node if isinstance(node, nodes.Const) else _filtered(node, "_compare")
 
 
 def _filtered(node: Any, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _separators(values: list[Any]) -> list[str]:
+    """Return the texts among arguments and in lists of them."""
+    each = [v if isinstance(v, list | tuple) else [v] for v in values]
+    return [text for texts in each for text in texts if isinstance(text, str)]
 
 
 class GenerationBlocks(Extension):
@@ -262,6 +329,8 @@ def check_syntax(template: str, where: str) -> None:
         raise UsageError(f"{where}: line {error.lineno}: {error.message}") from error
     except RecursionError as error:
         raise UsageError(f"{where}: is nested too deeply") from error
+    except ValueError as error:  # a number with thousands of digits
+        raise UsageError(f"{where}: {error}") from error
 
 
 def render(template: str, variables: dict[str, Any], where: str) -> str:

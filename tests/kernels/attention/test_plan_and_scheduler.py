@@ -121,13 +121,13 @@ def test_decode_is_divided_evenly_among_1_to_128_threads(lens: list[int], G: int
     assert longest[-1] <= longest[0] / min(128, plan.n_items) + cost.max()
 
 
-def long_sequence(n: int, G: int, D: int, dtype: Any = np.float32) -> Paged:
-    return Paged(np.random.default_rng(2), [n], (2 * G, G, D), 64, "HND", dtype)
+def long_sequence(n: int) -> Paged:
+    return Paged(np.random.default_rng(2), [n], (2, 1, 16), 64, "HND", np.float32)
 
 
 def test_long_keys_are_divided_and_the_bits_do_not_change() -> None:
     n = 2 * SPLIT + 300
-    paged = long_sequence(n, 1, 16)
+    paged = long_sequence(n)
     q = normal(np.random.default_rng(3), 3, 2, 16)
     rows, results, plans = ints(0, 3), [], []
     for threads in (1, 2, 7):
@@ -175,7 +175,7 @@ def test_prefill_over_splits_has_the_bits_of_decode(options: dict[str, Any]) -> 
 
 def test_sinks_and_scales_reach_the_merged_rows() -> None:
     rng = np.random.default_rng(5)
-    paged, q = long_sequence(SPLIT + 50, 1, 16), normal(rng, 1, 2, 16)
+    paged, q = long_sequence(SPLIT + 50), normal(rng, 1, 2, 16)
     sinks = np.array([0.5, 30.0], np.float32)
     results = []
     for threads in (1, 2):
@@ -192,7 +192,7 @@ def test_sinks_and_scales_reach_the_merged_rows() -> None:
 
 
 def test_nan_in_one_split_reaches_the_result() -> None:
-    paged = long_sequence(2 * SPLIT + 10, 1, 16)
+    paged = long_sequence(2 * SPLIT + 10)
     q = normal(np.random.default_rng(6), 1, 2, 16)
     place = paged.table[1][SPLIT // 64]  # the page of the second split's first key
     paged.cache[0][place, 0, 5, 3] = np.nan

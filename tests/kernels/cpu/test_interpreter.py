@@ -73,6 +73,7 @@ def _assert_same(found: np.ndarray, wanted: np.ndarray) -> None:
         "int8",
         "tiles_int8",
         "tiles",
+        "tiles_lower",
         "shuffle",
         "compare",
         "narrow",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from nbflow_kernels.cpu import register_tiles, simd
+from nbflow_kernels.cpu import register_tiles, register_tiles_lower, simd
 from nbflow_kernels.quantized_matmul.reference import to_bf16
 
 INF, NAN = np.float32(np.inf), np.float32(np.nan)
@@ -47,6 +47,26 @@ def test_steps_add_outer_products(rng: np.random.Generator, dtype: str) -> None:
     }[dtype]
     _steps(held, x, out)
     np.testing.assert_array_equal(out, want)
+
+
+@njit
+def _lower(m: Any, x: Any, u: Any, out: Any) -> None:
+    at, row = simd.address(m), m.strides[0]
+    tile = register_tiles.load(2, 3, simd.address(x))
+    register_tiles.store(simd.address(out), register_tiles_lower.substitute(tile, at, row))
+    tile = register_tiles_lower.add_lower(tile, at, row, simd.address(u))
+    register_tiles.store(simd.address(out) + 384, tile)
+
+
+def test_lower_triangular_matrices(rng: np.random.Generator) -> None:
+    m, x, u = _whole(rng, 3, 4), _whole(rng, 3, 2, 16), _whole(rng, 3, 2, 16)
+    m[np.triu_indices(3, 1)] = NAN  # not read
+    out = np.full((2, 3, 2, 16), NAN, np.float32)
+    _lower(m, x, u, out)
+    lower = np.tril(m[:, :3])
+    first = out[0] - np.einsum("ts,sgl->tgl", np.tril(lower, -1), out[0])
+    np.testing.assert_array_equal(first, x)
+    np.testing.assert_array_equal(out[1], x + np.einsum("ts,sgl->tgl", lower, u))
 
 
 def _pair_words(rng: np.random.Generator, *shape: int) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
+from forked_child import in_forked_child
 
 from nbflow_kernels.cpu import atomics, jit, parallel_for, thread_pool
 from nbflow_kernels.cpu import graph as calls_module
@@ -223,21 +223,6 @@ def test_a_call_within_a_shared_call_does_not_wait_for_its_own_pool() -> None:
 # ---- forks ----------------------------------------------------------------------------------
 
 
-def _in_forked_child(function: Any) -> Any:
-    """Return what a function returns in a forked child."""
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: there.send(function()))
-    child.start()
-    there.close()
-    try:
-        assert here.poll(WAIT_S), "the child hangs"
-        return here.recv()
-    finally:
-        child.kill()
-        child.join()
-
-
 @pytest.mark.usefixtures("shared_always")
 def test_forked_child_has_threads_of_its_own() -> None:
     counts = np.zeros(64, np.int64)
@@ -253,7 +238,7 @@ def test_forked_child_has_threads_of_its_own() -> None:
     parallel_for.set_num_threads(2)
     made = ThreadPool(2)
     assert work(made) == (6,)
-    assert _in_forked_child(lambda: work(made)) == (12,)
+    assert in_forked_child(lambda: work(made)) == (12,)
     assert work(made) == (12,)  # and the parent continues
 
 
@@ -277,7 +262,7 @@ def test_fork_waits_for_a_compilation_of_another_thread() -> None:
     other.start()
     begun.wait(WAIT_S)
     threading.Timer(0.2, end.set).start()  # a fork that does not wait is over by then
-    assert _in_forked_child(compile_here) == 42
+    assert in_forked_child(compile_here) == 42
     other.join()
 
 

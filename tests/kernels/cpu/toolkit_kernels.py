@@ -17,6 +17,7 @@ from nbflow_kernels.cpu import (
     jit,
     register_tiles,
     register_tiles_int8,
+    register_tiles_lower,
     simd,
     simd_compare,
     simd_double,
@@ -226,6 +227,14 @@ def use_tiles(f, i, b, out, singles, halves, brains, pairs):  # type: ignore[no-
     register_tiles.store_strided(
         out + 3328, 192, register_tiles.step_chains(two, singles, f + 192, f + 700, 8)
     )
+
+
+@jit.kernel
+def use_tiles_lower(f, i, b, out):  # type: ignore[no-untyped-def]
+    tile = register_tiles_lower.substitute(register_tiles.load(2, 3, f + 192), f + 640, 20)
+    register_tiles.store(out, tile)
+    tile = register_tiles_lower.add_lower(register_tiles.load(2, 3, f + 192), f + 640, 20, f + 704)
+    register_tiles.store(out + 384, tile)
 
 
 @jit.kernel

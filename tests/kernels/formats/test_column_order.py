@@ -68,6 +68,28 @@ def test_weights_come_in_their_own_order() -> None:
     np.testing.assert_array_equal(nk.dequantize(w), wanted)
 
 
+def test_columns_have_factors() -> None:
+    """A decoded weight is multiplied by the factor of its column, in its own order or another."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((2, 203), dtype=np.float32)
+    for reorder in (False, True):
+        w = weights(rng, 37, 203, "uint4_g32", reorder, scaled=True)
+        plain = nk.QuantTensor(w.format, w.shape, w.data, None, w.column_order)
+        wanted = nk.dequantize(plain) * w.column_scales
+        for some in (w, pickle.loads(pickle.dumps(w)), nk.QuantTensor.concatenate([w])):
+            np.testing.assert_array_equal(nk.dequantize(some), wanted)
+        np.testing.assert_array_equal(nk.dequantize(w.rows(5, 9)), wanted[5:9])
+        # products multiply the activations, rounded as they are
+        np.testing.assert_array_equal(
+            nk.qmatmul(x, w, activations="int8"),
+            nk.qmatmul(x * w.column_scales, plain, activations="int8"),
+        )
+        assert w.nbytes == w.data.nbytes + w.column_order.nbytes + 4 * 203
+        assert "scaled columns" in repr(w)
+        w.drop_storage()
+        np.testing.assert_array_equal(nk.dequantize(w), wanted)
+
+
 @pytest.mark.parametrize("activations", ["f32", "int8"])
 def test_experts_have_orders_of_their_own(activations: str) -> None:
     rng = np.random.default_rng(3)
@@ -88,10 +110,15 @@ def test_experts_have_orders_of_their_own(activations: str) -> None:
             np.testing.assert_array_equal(found[part], alone)
 
 
-def make(order: object, shape: tuple[int, int] = (2, 32), format: str = "int4_g32") -> None:
+def make(
+    order: object,
+    shape: tuple[int, int] = (2, 32),
+    format: str = "int4_g32",
+    scales: object = None,
+) -> None:
     n_blocks = -(-len(np.atleast_1d(order)) // nk.FORMATS[format].block_size)
     data = np.zeros((2, n_blocks * nk.FORMATS[format].block_bytes), np.uint8)
-    nk.QuantTensor(format, shape, data, column_order=order)
+    nk.QuantTensor(format, shape, data, column_order=order, column_scales=scales)
 
 
 ORDER = np.arange(32, dtype=np.int32)
@@ -114,6 +141,8 @@ ORDER = np.arange(32, dtype=np.int32)
             UsageError,
             "the same column_order",
         ),
+        (lambda: make(ORDER, scales=np.ones(32)), TypeError, "float32, got float64"),
+        (lambda: make(ORDER, scales=np.ones(8, np.float32)), UsageError, r"shape \(32,\), got"),
     ],
 )
 def test_wrong_orders(call, error: type[Exception], message: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import nbflow_kernels as nk
 from nbflow_kernels.delta_rule import loops, reference
-from nbflow_kernels.delta_rule.cpu import CHUNK, divide_columns
+from nbflow_kernels.delta_rule.cpu import CHUNK, divide
 from nbflow_kernels.errors import UsageError
 
 
@@ -143,10 +143,13 @@ def test_infinite_decay_forgets_and_nan_spreads(rng: np.random.Generator) -> Non
     assert np.isnan(found[5:, 1]).all()
 
 
-@pytest.mark.parametrize(("Hv", "Dv"), [(32, 128), (1, 128), (2, 20), (3, 1000)])
-def test_parts_cover_the_columns(Hv: int, Dv: int) -> None:
-    n_parts, columns = divide_columns(Hv, Dv)
-    assert (n_parts - 1) * columns < Dv <= n_parts * columns
+@pytest.mark.parametrize(("Hk", "Hv", "Dv"), [(16, 32, 128), (1, 1, 128), (1, 2, 20), (1, 3, 1000)])
+def test_parts_cover_heads_and_columns(Hk: int, Hv: int, Dv: int) -> None:
+    for share in (False, True):
+        heads, n_parts, columns = divide(Hk, Hv, Dv, share)
+        assert Hv % heads == 0
+        assert heads == 1 or (share and heads == Hv // Hk)
+        assert (n_parts - 1) * columns < Dv <= n_parts * columns
 
 
 @pytest.mark.parametrize(

@@ -41,15 +41,13 @@ def written(x: np.ndarray, name: str) -> np.ndarray:
     return data[:, :-1]
 
 
-def decoded(
-    data: np.ndarray, name: str, n: int, factor: float = 1.0, padded: int = 0
-) -> np.ndarray:
+def decoded(data: np.ndarray, name: str, n: int, padded: int = 0) -> np.ndarray:
     """Return `decode_row` of every row, each followed by a guard float."""
     padded = padded or n
     out = np.full((len(data), padded + 1), 7, np.float32)
     data = np.ascontiguousarray(data)
     for r in range(len(data)):
-        decode_row(KINDS[name], address_of(data[r]), n, factor, address_of(out[r]), padded)
+        decode_row(KINDS[name], address_of(data[r]), n, address_of(out[r]), padded)
     assert (out[:, -1] == 7).all()
     return out[:, :-1]
 
@@ -131,14 +129,14 @@ def test_codebooks_have_least_squared_error_for_normal_numbers(
 
 
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q6", "q3h", "lm3"])
-def test_factor_and_padding(name: str, rng: np.random.Generator) -> None:
+def test_padding(name: str, rng: np.random.Generator) -> None:
     explicit = nk.kv_format(name).name
     for n in (20, 64, 100):
         data = written(numbers(rng, n), explicit)
         plain = decoded(data, explicit, n)
         for padded in (n, -(-n // 16) * 16, n + 37):
-            got = decoded(data, explicit, n, 0.3, padded)
-            np.testing.assert_array_equal(got[:, :n], plain * np.float32(0.3))
+            got = decoded(data, explicit, n, padded)
+            np.testing.assert_array_equal(got[:, :n], plain)
             assert not got[:, n:].any()
 
 
@@ -217,8 +215,8 @@ def test_float8_codes_decode_to_their_values(name: str) -> None:
     codes = np.arange(256, dtype=np.uint8)[None]
     np.testing.assert_array_equal(decoded(codes, name, 256)[0], want)
     np.testing.assert_array_equal(decoded(codes[:, 3:], name, 253, padded=270)[0, :253], want[3:])
-    tail = decoded(codes[:, :21], name, 21, 0.5, 40)[0]  # 16 at once, then one by one
-    np.testing.assert_array_equal(tail, [*(want[:21] * 0.5), *[0] * 19])
+    tail = decoded(codes[:, :21], name, 21, 40)[0]  # 16 at once, then one by one
+    np.testing.assert_array_equal(tail, [*want[:21], *[0] * 19])
 
 
 @pytest.mark.parametrize("name", FLOAT8)

@@ -107,3 +107,10 @@ def test_default_by_bits(name, expected):
     x = _weights()
     data = QuantizerOptions().quantize(x, name).data
     np.testing.assert_array_equal(data, nk.quantize(x, name, quantizer=expected).data)
+
+
+@pytest.mark.parametrize(("name", "quantizer"), [("q2", "unbiased"), ("q4_0", "search")])
+def test_auto_is_the_default_quantizer_of_a_format(name: str, quantizer: str) -> None:
+    w = np.random.default_rng(0).standard_normal((4, 256), dtype=np.float32)
+    found, want = (nk.quantize(w, name, quantizer=q).data for q in ("auto", quantizer))
+    np.testing.assert_array_equal(found, want)
