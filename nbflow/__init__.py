@@ -91,8 +91,22 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
+        if name == "load":
+            compile_early()
         return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def compile_early() -> None:
+    """Start to compile the thread pool in a child, while this process imports the engine.
+
+    With a full kernel cache it does nothing; see `nbflow_kernels.cpu.compile_processes`.
+    """
+    from nbflow_kernels.cpu.compile_processes import compile_in_processes, may_fork
+    from nbflow_kernels.cpu.thread_pool import pool_tasks
+
+    if may_fork():
+        compile_in_processes(pool_tasks())
 
 
 def __dir__() -> list[str]:

@@ -101,6 +101,8 @@ def _guarded(name: str, arguments: list[str]) -> int:
     try:
         if name not in COMMANDS:
             raise unknown_name("command", name, COMMANDS)
+        if name in ("run", "serve", "warm", "bench"):
+            nbflow.compile_early()
         parsed = make_parser(name).parse_args(arguments)
         load_plugins(getattr(parsed, "plugins", ()))
         return int(import_module(COMMANDS[name][0]).run(parsed))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 
 import pytest
 from numba.core import types
 from numba.core.registry import CPUDispatcher
 
+import nbflow
 from nbflow.distributed import quantized_all_reduce
 from nbflow.engine import compile_ahead, multi_step
 from nbflow.executor import attention_plans, bind
 from nbflow_kernels.attention.cpu.flash_attention import flash_attention
 from nbflow_kernels.attention.cpu.scheduler import schedule
+from nbflow_kernels.cpu import compile_processes, thread_pool
 from nbflow_kernels.cpu.jit import CachedKernel
 from nbflow_kernels.kv_cache.cpu import _append_floats
 from nbflow_kernels.logits.cpu import _token_log_probs
@@ -30,6 +33,29 @@ def test_kernels_call_only_functions_of_the_digest(module):
         used = inspect.getclosurevars(kernel.py_func).globals.values()
         modules = {found.__module__ for found in used if isinstance(found, CPUDispatcher)}
         assert all(name.startswith(("nbflow_kernels.", module.__name__)) for name in modules)
+
+
+def test_the_pool_is_compiled_while_the_engine_is_imported(monkeypatch):
+    asked, given = [], []
+    monkeypatch.setattr(CachedKernel, "is_cached", lambda self, sig: asked.append(self))
+    monkeypatch.setattr(compile_processes, "may_fork", lambda: True)
+    monkeypatch.setattr(compile_processes, "compile_in_processes", given.extend)
+    nbflow.compile_early()
+    assert asked == [thread_pool._serve, thread_pool._announce]
+    assert [task.func.__self__ for task in given] == asked
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, False),
+        ({"logits_soft_cap": 30.0}, True),
+        ({"attention_sinks": True}, True),
+        ({"position": "alibi"}, True),
+    ],
+)
+def test_models_with_more_than_plain_attention(model, changes, wanted):
+    assert compile_ahead._has_extras(dataclasses.replace(model.spec, **changes)) == wanted
 
 
 def test_the_kernels_are_those_that_a_model_calls(model, monkeypatch):

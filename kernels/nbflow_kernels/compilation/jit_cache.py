@@ -238,6 +238,10 @@ class _Kernels(caching.CompileResultCacheImpl):
         name = f"{Path(locator._py_file).stem}.{function.__qualname__}"
         self._filename_base = self.get_filename_base(name, getattr(sys, "abiflags", ""))
 
+    def reduce(self, data: Any) -> Any:
+        """Return what an entry contains, without the typed source text, which is slow to make."""
+        return super().reduce(data._replace(type_annotation=""))
+
 
 class KernelCache(caching.FunctionCache):
     """Numba's function cache with `KeyedFiles` in a given folder.

@@ -19,6 +19,8 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 
+from numba.core.registry import cpu_target
+
 from nbflow_kernels.compilation.jit_cache import cache_root
 from nbflow_kernels.cpu.cpu_quota import available_cores
 
@@ -50,6 +52,9 @@ def compile_in_processes(tasks: Sequence[Task]) -> list[int]:
         in the cache and compiles the kernel itself.
     """
     n = min(available_cores() - 1, len(tasks), MOST_PROCESSES) if may_fork() else 0
+    if n:  # once, instead of in each child
+        cpu_target.typing_context.refresh()
+        cpu_target.target_context.refresh()
     made = [_fork(tasks[i::n]) for i in range(n)]
     return [child for child in made if child]
 

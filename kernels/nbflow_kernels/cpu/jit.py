@@ -40,8 +40,10 @@ numba_compile_time.remember_call_types()
 numba_compile_time.skip_atoms()
 numba_compile_time.find_implementations_once()
 numba_compile_time.skip_logs_and_events()
+numba_compile_time.compare_options_as_set()
 numba_passes.shorten_post_processing()
 numba_libraries.link_overloads_as_ir()
+numba_libraries.check_llvm_once()
 
 # No "nnan"/"ninf": masks are -inf and tests fill outputs with NaN.  No "reassoc": the order of
 # additions is part of a kernel's contract (a row's result must not depend on its neighbours).

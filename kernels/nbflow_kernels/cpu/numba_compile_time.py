@@ -16,7 +16,7 @@ import functools
 from typing import Any
 
 import llvmlite.ir
-from numba.core import base, event, ir, ssa, types
+from numba.core import base, event, ir, ssa, targetconfig, types
 from numba.core.types.functions import BaseFunction
 from numba.core.typing import templates
 
@@ -36,6 +36,9 @@ numba_list_vars = ir.Inst._rec_list_vars
 numba_type_intrinsic = templates._IntrinsicTemplate.generic
 numba_abi_size = base.BaseContext.get_abi_sizeof
 numba_start_event, numba_end_event = event.start_event, event.end_event
+numba_options_equal = targetconfig.TargetConfig.__eq__
+numba_mangle_options = targetconfig.TargetConfig.get_mangle_string
+_mangled: dict[Any, str] = {}
 numba_install_timer = event.install_timer
 
 ABI_SIZES = "_nbflow_abi_sizes"
@@ -72,6 +75,30 @@ def skip_logs_and_events() -> None:
     event.start_event = _start_event
     event.end_event = _end_event
     event.install_timer = _install_timer
+
+
+def compare_options_as_set() -> None:
+    """Compare and hash options of the compiler without a list of all of them, defaults too."""
+    targetconfig.TargetConfig.__eq__ = _options_equal  # type: ignore[method-assign]
+    targetconfig.TargetConfig.__hash__ = _options_hash  # type: ignore[method-assign]
+    targetconfig.TargetConfig.get_mangle_string = _mangled_options  # type: ignore[method-assign]
+
+
+def _options_equal(self: Any, other: Any) -> Any:
+    if type(self) is type(other) and self._values == other._values:
+        return True
+    return numba_options_equal(self, other)
+
+
+def _options_hash(self: Any) -> int:
+    return hash(type(self))  # Numba's is that of the names, which all options share
+
+
+def _mangled_options(self: Any) -> str:
+    key = type(self), self.summary()
+    if key not in _mangled:
+        _mangled[key] = numba_mangle_options(self)
+    return _mangled[key]
 
 
 def _type_intrinsic(self: Any, args: Any, kws: Any) -> Any:

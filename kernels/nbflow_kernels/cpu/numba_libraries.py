@@ -19,7 +19,8 @@ from numba.core import codegen, config, typed_passes
 from nbflow_kernels.cpu.numba_passes import compiling_kernel
 
 numba_lower = typed_passes.BaseNativeLowering.run_pass
-"""Numba's method."""
+numba_check_llvm = codegen.CPUCodegen._check_llvm_bugs
+_checked = set[Any]()
 
 
 class _NoEnvironments:
@@ -91,6 +92,17 @@ class _WithoutUnrolling:
         return llvm.create_pass_builder(self._made_by._tm, tuning)
 
     _module_pass_manager = codegen.CPUCodegen._module_pass_manager
+
+
+def check_llvm_once() -> None:
+    """Look for a bug of LLVM that the locale brings out with the first kernel, not with each."""
+    codegen.CPUCodegen._check_llvm_bugs = _check_llvm  # type: ignore[method-assign]
+
+
+def _check_llvm(made_by: Any) -> None:
+    if not compiling_kernel.value or made_by not in _checked:
+        numba_check_llvm(made_by)
+        _checked.add(made_by)
 
 
 def link_overloads_as_ir() -> None:

@@ -30,6 +30,7 @@ import numpy as np
 from numba import int64
 
 from nbflow_kernels.cpu import atomics, interpreter, jit, pinning
+from nbflow_kernels.cpu.compile_processes import Task
 from nbflow_kernels.cpu.cpu_quota import available_cores
 from nbflow_kernels.cpu.fork import in_child
 from nbflow_kernels.cpu.graph import (
@@ -45,6 +46,7 @@ from nbflow_kernels.cpu.graph import (
     TILE,
     CpuGraph,
     error_of,
+    missing_kernel,
 )
 from nbflow_kernels.cpu.simd_memory import prefetch, read_i64
 from nbflow_kernels.cpu.splits import part
@@ -227,10 +229,10 @@ def _announce(shared, kind, n_threads):
     return sleeping
 
 
-def compile_pool() -> None:
-    """Compile the kernels of thread pools, which the first pool otherwise waits for."""
-    for kernel in (_serve, _announce):
-        kernel.compile((int64, int64, int64))
+def pool_tasks() -> list[Task]:
+    """Return the compilations of a pool's kernels that the cache lacks."""
+    made = (missing_kernel(kernel, (int64, int64, int64)) for kernel in (_serve, _announce))
+    return [task for task in made if task is not None]
 
 
 def _yield_address() -> int:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import at_once, not_capturable, parallel_for
+from nbflow_kernels.cpu.simd_memory import allocate, read_f32, release
 from nbflow_kernels.formats.column_order import inverse
 from nbflow_kernels.formats.decode_cpu import decode_blocks
 from nbflow_kernels.formats.floats import PackedFloats
@@ -75,15 +76,16 @@ def _gather(form: CpuLayout) -> Any:
 
     @jit.kernel(unroll=False)
     def kernel(packed, n_blocks, ids, out, start, stop):
-        room = np.empty((block, ROWS), np.float32)
+        room = allocate(4 * ROWS * block)  # float32 (block, ROWS)
         for t in range(start, stop):
             row = np.int64(ids[t])
             group, lane = row // ROWS, row % ROWS
             for b in range(n_blocks):
                 at = simd.address(packed) + (group * n_blocks + b) * block_bytes
-                decode_blocks(form, at, 1, simd.address(room))
+                decode_blocks(form, at, 1, room)
                 first = b * block
                 for column in range(min(block, out.shape[1] - first)):
-                    out[t, first + column] = room[column, lane]
+                    out[t, first + column] = read_f32(room + 4 * (ROWS * column + lane))
+        release(room)
 
     return kernel

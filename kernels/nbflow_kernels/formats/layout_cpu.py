@@ -327,6 +327,7 @@ def _pack(
     packed = replace(empty, data=huge_pages.zeros(empty.n_groups * empty.group_bytes))
     words = packed.data.view(np.uint32).reshape(packed.n_groups, packed.group_bytes // 4)
     blocks = words.reshape(packed.n_groups, packed.n_blocks, form.block_bytes // 4)
+    pairs = True if form.bits == PAIRS else None  # few formats need the code for pairs
     fields = np.array(FIELDS.get(form.bits, ((0,) * 5,)), np.int64)
     sizes = np.array((form.block_bytes, form.d_bytes, form.segment_bytes, form.codes_at)) // 4
 
@@ -336,7 +337,7 @@ def _pack(
         codes = _padded(part.codes, packed.n_columns)
         parallel_for(
             _pack_codes, groups.stop - groups.start, 2.0 * codes.size,
-            codes.view(np.int32), words[groups], form.bits, fields, packed.n_blocks,
+            codes.view(np.int32), words[groups], form.bits, fields, pairs, packed.n_blocks,
             form.block // form.segment, form.segment // form.unit, form.unit // 4, sizes,
         )  # fmt: skip
         _pack_all_numbers(form, part, blocks[groups])
@@ -499,7 +500,9 @@ def _transpose(words, first, lanes):
 
 
 @jit.kernel(unroll=False)
-def _pack_codes(codes, out, bits, fields, n_blocks, segments, units, vectors, sizes, start, stop):
+def _pack_codes(
+    codes, out, bits, fields, pairs, n_blocks, segments, units, vectors, sizes, start, stop
+):  # fmt: skip
     """Pack the codes of row groups [start, stop), 4 columns at a time; `sizes` are in words.
 
     The words of `out` are zero before.
@@ -514,7 +517,7 @@ def _pack_codes(codes, out, bits, fields, n_blocks, segments, units, vectors, si
             for i in range(segments):
                 at = b * block + floats + i * segment + scales
                 for _ in range(units):
-                    if bits == PAIRS:
+                    if pairs is not None:
                         _pack_pairs(lanes, v, words, at)
                     elif per_word:
                         _pack_planes(lanes, v, words, at, bits, per_word)

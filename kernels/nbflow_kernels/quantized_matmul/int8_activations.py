@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd, simd_int8
 from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.cpu.simd_memory import allocate, release, write_f32, write_i64
 
 COLUMNS = 32  # columns that share a scale
 PADDING = 256  # columns are padded to a multiple: of the block of every format
@@ -100,7 +101,9 @@ def quantize_activations(x: NDArray[np.float32], out: Int8Rows) -> None:
 @jit.kernel(unroll=False)
 def _quantize(x, codes, scales, sums, half_sums, start, stop):
     """Quantize rows [start, stop)."""
-    tail = np.zeros(COLUMNS, np.float32)
+    tail = allocate(4 * COLUMNS)
+    for i in range(0, 4 * COLUMNS, 8):
+        write_i64(tail + i, 0)
     n_columns = x.shape[1]
     magnitude = simd.splat_i32(0x7FFFFFFF)
     least, most = simd.splat(-127.0), simd.splat(127.0)
@@ -110,8 +113,8 @@ def _quantize(x, codes, scales, sums, half_sums, start, stop):
             at = simd.address(x) + row * x.strides[0] + 4 * COLUMNS * b
             if COLUMNS * (b + 1) > n_columns:
                 for i in range(n_columns - COLUMNS * b):
-                    tail[i] = x[row, COLUMNS * b + i]
-                at = simd.address(tail)
+                    write_f32(tail + 4 * i, x[row, COLUMNS * b + i])
+                at = tail
             low, high = simd.load_f32(at), simd.load_f32(at + 64)
             sizes = simd.maximum(
                 simd.as_f32(simd.and_(simd.as_i32(low), magnitude)),
@@ -136,3 +139,4 @@ def _quantize(x, codes, scales, sums, half_sums, start, stop):
             scales[row, b] = scale
             sums[row, b] = first + second
             half_sums[row, 2 * b], half_sums[row, 2 * b + 1] = first, second
+    release(tail)

@@ -58,3 +58,15 @@ def test_operations_have_the_types_that_numba_resolves(function):
                 found.append((type(error), None))
         assert found[1:] == found[:1] * 2, pair
     assert any(key[0] is kind for key in context.__dict__[numba_compile_time.CALL_TYPES])
+
+
+def test_options_are_equal_and_named_as_numba_says():
+    plain, explicit, other = compiler.Flags(), compiler.Flags(), compiler.Flags()
+    explicit.nrt = plain.nrt  # the default, set
+    other.nrt = not plain.nrt
+    for a, b in itertools.product((plain, explicit, other), repeat=2):
+        assert (a == b) == numba_compile_time.numba_options_equal(a, b)
+        assert a != b or hash(a) == hash(b)
+        for _ in range(2):
+            assert a.get_mangle_string() == numba_compile_time.numba_mangle_options(a)
+    assert plain == explicit != other

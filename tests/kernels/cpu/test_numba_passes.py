@@ -8,11 +8,12 @@ from functools import reduce
 import numba
 import numpy as np
 import pytest
-from numba.core import base, compiler, event, postproc, types, untyped_passes
+from numba.core import base, compiler, event, postproc, runtime, types, untyped_passes
 from numba.core.registry import cpu_target
+from numba.core.runtime import _nrt_python
 from numba.core.types.functions import Function
 
-from nbflow_kernels.cpu import jit, numba_compile_time, numba_passes, simd
+from nbflow_kernels.cpu import jit, numba_compile_time, numba_lowering, numba_passes, simd
 
 
 def scaled_sum(a, n, out):
@@ -153,3 +154,33 @@ def test_an_intrinsic_found_again_has_the_type_that_numba_finds():
         == found[1]
         == numba_compile_time.numba_type_intrinsic(template(context), (types.float32,), {})
     )
+
+
+def sums_of_arrays(n, out):
+    last = np.zeros(3)
+    for i in range(n):
+        pair = np.full(2, 1.0 + i), i
+        if i % 2:
+            last = pair[0]
+        out[0] += pair[0][0] + pair[1]
+    out[1] = last[0]
+
+
+def test_arrays_are_released_and_numbers_have_no_end_of_life():
+    compiled = jit.kernel(sums_of_arrays)
+    out = np.zeros(2)
+    _nrt_python.memsys_enable_stats()
+    try:
+        compiled(5, out)
+        before = runtime.rtsys.get_allocation_stats()
+        compiled(5, out)
+        after = runtime.rtsys.get_allocation_stats()
+    finally:
+        _nrt_python.memsys_disable_stats()
+    assert after.alloc - before.alloc == after.free - before.free >= 6
+    np.testing.assert_array_equal(out, [50.0, 4.0])
+    owners = numba_lowering.owns_memory
+    context = cpu_target.target_context
+    assert owners(context, types.Tuple((types.float64[::1], types.int64)))
+    assert not owners(context, types.UniTuple(types.int64, 3))
+    assert not owners(context, simd.f32x16)
