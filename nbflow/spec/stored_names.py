@@ -37,7 +37,7 @@ def stored_names(
 
     chosen = {}
     named = {**family.tensors, **tensors}
-    for ours, allowed in (_with_stacked_experts(named) | tensors).items():
+    for ours, allowed in {**_with_stacked_experts(named), **tensors}.items():
         if ours in tensors or not family.prefix:
             candidates = list(allowed)
         else:
@@ -82,7 +82,8 @@ def _prefer_stored(names: dict[str, str], present: Any) -> None:
         for kind in ("weight", "bias"):
             whole = f"layers.{{i}}.{fused}.{kind}"
             if whole in names and present(names[whole]):
-                for part in parts:
+                within = (other for other, inner in FUSED.items() if set(inner) < set(parts))
+                for part in (*parts, *within):
                     names.pop(f"layers.{{i}}.{part}.{kind}", None)
             elif all(f"layers.{{i}}.{part}.{kind}" in names for part in parts):
                 names.pop(whole, None)
