@@ -334,7 +334,7 @@ FIELDS: dict[str, Field] = {
         None,
     ),
     "rope_original_context": Field(
-        int, "length before the scaling, if the table lacks it", None, least=1
+        int, "length before a yarn, llama3 or longrope scaling; wins over the table", None, least=1
     ),
     "rope_truncate": Field(
         bool, "YaRN: round the ends of the ramp to whole pairs; wins over the table", None

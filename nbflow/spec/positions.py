@@ -45,11 +45,7 @@ def ropes(
 
 def _scaling(values: Mapping[str, Any], table: dict[str, Any] | None) -> RopeScaling | None:
     """Return the scaling of a table with the keys of config.json."""
-    return RopeScaling.from_config(
-        table,
-        max_position=values["max_context"],
-        original_max_position=values["rope_original_context"],
-    )
+    return RopeScaling.from_config(table, max_position=values["max_context"])
 
 
 def _local_rope(values: Mapping[str, Any]) -> RopeSpec | None:
@@ -122,6 +118,10 @@ _ELSEWHERE = ("finetuned", "max_position_embeddings", "mrope_section", "mrope_in
 """Keys of a rotary scaling without an effect on text: those of images, and what is said twice."""
 
 
+_WITH_ORIGINAL = ("yarn", "llama3", "longrope", "su")
+"""Kinds of scalings whose trained length the configuration may also state outside their table."""
+
+
 def _scaling_table(values: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a rotary scaling with the keys of config.json; GGUF has other ones."""
     table, truncate = values["rope_scaling"], values["rope_truncate"]
@@ -134,6 +134,9 @@ def _scaling_table(values: Mapping[str, Any]) -> dict[str, Any] | None:
         words.pop("llama_4_scaling_beta", None)
     if words.keys() <= {"original_max_position_embeddings", "attn_factor"}:
         return None  # parameters of stored divisors
+    original = values["rope_original_context"]
+    if original is not None and _kind(words) in _WITH_ORIGINAL:
+        words["original_max_position_embeddings"] = original
     log_multiplier = words.pop("yarn_log_multiplier", None)
     if log_multiplier:  # as in llama.cpp, the temperature is in the softmax alone
         words |= dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * log_multiplier)

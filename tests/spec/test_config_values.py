@@ -309,6 +309,8 @@ def test_values_that_matter_are_refused_by_name(name, changes, message):
 
 
 CHANGES = [
+    ("minimax_m2", {"rotary_dim": 4, "rope_parameters": {"rope_theta": 5e6}}, "rope",
+     RopeSpec("half", 5e6, 4)),
     ("gpt2", {"scale_attn_weights": False}, "sm_scale", 1.0),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "sm_scale_by_layer", True),
     ("gpt_oss_floats", {"swiglu_alpha": 1.5}, "activation_name", "swigluoai:7.0:1.5"),
@@ -378,6 +380,14 @@ def test_limits_of_time_steps() -> None:
         assert (found.dt_min, found.dt_max or math.inf) == (0.0, math.inf)
     found = spec_of("bamba", {"time_step_limit": [0.25, 0.5]}).ssm
     assert (found.dt_min, found.dt_max) == (0.25, 0.5)
+
+
+def test_trained_length_outside_the_table_of_a_scaling() -> None:
+    """As in transformers 5, it wins over the table's; Phi 3 has one in any case."""
+    found = spec_of("llama31", {"original_max_position_embeddings": 32}).rope.scaling
+    assert found.original_max_position == 32
+    found = spec_of("phi3_long", {"original_max_position_embeddings": ABSENT}).rope.scaling
+    assert found.original_max_position == 4096
 
 
 def test_scaling_of_layers_with_a_window() -> None:
