@@ -309,8 +309,8 @@ def test_values_that_matter_are_refused_by_name(name, changes, message):
 
 
 CHANGES = [
-    ("minimax_m2", {"rotary_dim": 4, "rope_parameters": {"rope_theta": 5e6}}, "rope",
-     RopeSpec("half", 5e6, 4)),
+    ("minimax_m2", {"rotary_dim": 4, "rope_parameters": None, "rope_theta": 5e5}, "rope",
+     RopeSpec("half", 5e5, 4)),
     ("gpt2", {"scale_attn_weights": False}, "sm_scale", 1.0),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "sm_scale_by_layer", True),
     ("gpt_oss_floats", {"swiglu_alpha": 1.5}, "activation_name", "swigluoai:7.0:1.5"),
@@ -388,6 +388,18 @@ def test_trained_length_outside_the_table_of_a_scaling() -> None:
     assert found.original_max_position == 32
     found = spec_of("phi3_long", {"original_max_position_embeddings": ABSENT}).rope.scaling
     assert found.original_max_position == 4096
+
+
+@pytest.mark.parametrize("name", ["granite", "cohere2"])
+def test_logits_of_models_with_images_have_no_factor(name: str) -> None:
+    """As transformers computes them."""
+    text = json.loads((FOLDER / name / "config.json").read_text())
+    config = {"model_type": "llava_next", "text_config": text}
+    names = [f"language_model.{n}" for n in open_weights(FOLDER / name).names()]
+    family = family_of_config(config, "config.json")
+    spec = build_spec(family, config, name=name, where="here", checkpoint_tensors=names)
+    assert (spec.logits_scale, spec_of(name, {}).logits_scale != 1.0) == (1.0, True)
+    assert spec.tensors["embed.weight"] == "language_model.model.embed_tokens.weight"
 
 
 def test_scaling_of_layers_with_a_window() -> None:
