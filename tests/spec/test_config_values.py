@@ -402,6 +402,12 @@ def test_logits_of_models_with_images_have_no_factor(name: str) -> None:
     assert spec.tensors["embed.weight"] == "language_model.model.embed_tokens.weight"
 
 
+def test_other_model_types_of_a_family() -> None:
+    assert spec_of("ernie4_5", {"model_type": "paddleocr_vl_text"}).rope.style == "half"
+    assert spec_of("phi3", {"model_type": "phi4mm"}) == spec_of("phi3", {})
+    assert spec_of("qwen2", {"model_type": "mimo"}) == spec_of("qwen2", {})
+
+
 def test_scaling_of_layers_with_a_window() -> None:
     table = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e3}
     found = spec_of("gemma3", {"rope_parameters": {"sliding_attention": table}})
