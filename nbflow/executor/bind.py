@@ -412,7 +412,7 @@ class Binder:
         return self._captured(
             op, self._kernels("state_space").mamba2_scan, x, self.view(op.inputs[1]), rate, b, c,
             self.executor.states.arrays[state_key(op)], self.arrays.qo_indptr,
-            self.arrays.state_rows, skip, dt_bias, True, (op.attrs["dt_min"], np.inf), out,
+            self.arrays.state_rows, skip, dt_bias, True, op.attrs["dt_limits"], out,
         )  # fmt: skip
 
     def _gated_norm(self, op: Op, index: int) -> BoundOp:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from nbflow.program.records import Op, Program
-from nbflow_kernels.activation.swigluoai import swigluoai_limit
+from nbflow_kernels.activation.swigluoai import swigluoai_numbers
 
 HEADS, LATENT, GATE, ACTIVATION = "heads", "latent", "gate", "activation"
 ROW_NORM, ADD = "row norm", "add"
@@ -272,7 +272,7 @@ class _Finder:
         gate = self._op(i, "gate")
         if gate is None or gate.inputs != (self._ops[start.linear].out,):
             return None
-        if swigluoai_limit(gate.attrs["activation"]) is not None:  # interleaves gate and up
+        if swigluoai_numbers(gate.attrs["activation"]) is not None:  # interleaves gate and up
             return None
         return replace(start, epilogue=GATE, gate=i, last=i)
 

@@ -412,7 +412,7 @@ class ReferenceExecutor:
         dt, sequence = values[op.inputs[1]], self._sequence(op, ids)
         out = state_space.mamba2_scan(
             x, dt, rate, b, c, *sequence, d=skip, dt_bias=dt_bias,
-            dt_limits=(op.attrs["dt_min"], np.inf),
+            dt_limits=op.attrs["dt_limits"],
         )  # fmt: skip
         return out.reshape(len(ids), -1)
 

@@ -315,12 +315,13 @@ def _mask(spec: ModelSpec, i: int) -> dict[str, Any]:
 
 
 def _temperature(spec: ModelSpec, i: int, queries: str) -> list[Op]:
-    """Return the factor of the queries by position, behind what may be fused with the product."""
+    """Return the factors of the queries, behind what may be fused with the product."""
+    ops = scale(queries, queries, i, 1 / (i + 1)) if spec.sm_scale_by_layer else []
     found = spec.temperature_of(i)
-    if found is None:
-        return []
-    attrs = {"scale": found.scale, "floor": found.floor, "offset": found.offset}
-    return [Op("temperature", queries, (queries,), layer=i, attrs=attrs)]
+    if found is not None:
+        attrs = {"scale": found.scale, "floor": found.floor, "offset": found.offset}
+        ops.append(Op("temperature", queries, (queries,), layer=i, attrs=attrs))
+    return ops
 
 
 def _qk_norm(spec: ModelSpec, i: int, name: str) -> Op:
@@ -363,10 +364,8 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) 
         return Op("heads_linear", out, (source,), weights, layer=i, attrs={"head": head})
 
     rope = spec.rope_of(i)
-    rotated: list[Op] = []
-    if rope.dim:
-        attrs = {"rope": rope, "first": C}
-        rotated = [Op("rope", "ql", ("ql", "latent"), layer=i, attrs=attrs)]
+    attrs = {"rope": rope, "first": C}
+    turn = Op("rope", "ql", ("ql", "latent"), layer=i, attrs=attrs)
     if latent.q_rank:
         ops = [
             linear(spec, i, "attn.q_a", source, "qa"),
@@ -383,7 +382,7 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) 
         *ops,
         norm("kv_a_norm", "latent", columns=C),
         Op("copy_heads", "ql", ("q",), layer=i, attrs={"head": D, "columns": Dr}),
-        *rotated,
+        *[turn] * (rope.dim > 0),
         Op("append_kv", "kv", ("latent",), layer=i),
         *_select_keys(spec, i, source),
         each_head("k_b", C, D, "q", "ql"),

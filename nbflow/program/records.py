@@ -63,7 +63,7 @@ mamba1        out = selective scan; inputs values, time steps, input and output 
               as of mamba2
 mamba2        out = state-space recurrence; inputs values, time steps, input and output vectors;
               weights: logarithms of the negative rates, what is added to the time steps, and the
-              weight of the skip connection; attr ``dt_min``: least time step
+              weight of the skip connection; attr ``dt_limits``: least and largest time step
 gated_norm    out = norm of groups of columns of the first input, with the second input as gate;
               attrs ``eps``, ``group_size``, ``gate_first``, ``activation``
 experts       out = weighted sum of the experts that the router chooses; inputs (x, router); weights

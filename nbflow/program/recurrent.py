@@ -5,6 +5,8 @@ The attr ``state`` of an op is the shape of its state of one sequence.
 
 from __future__ import annotations
 
+import math
+
 from nbflow.program.layer_ops import add, gate, linear, scale
 from nbflow.program.records import Buffer, Op, Operand
 from nbflow.spec.architecture import SelectiveSpec, StateSpaceSpec
@@ -128,7 +130,10 @@ def mamba2(spec: ModelSpec, i: int, source: str) -> list[Op]:
         *(_conv(spec, i, f"ssm.{name}_conv", f"m{name}", f"u{name}", "silu") for name in "xbc"),
         Op(
             "mamba2", "my", ("ux", "mdt", "ub", "uc"), vectors, layer=i,
-            attrs={"state": (ssm.heads, ssm.head_dim, ssm.state_dim), "dt_min": ssm.dt_min},
+            attrs={
+                "state": (ssm.heads, ssm.head_dim, ssm.state_dim),
+                "dt_limits": (ssm.dt_min, math.inf if ssm.dt_max is None else ssm.dt_max),
+            },
         ),
         _end_of_mamba2(spec, ssm, i),
         linear(spec, i, "ssm.out", "my", "o"),

@@ -234,7 +234,8 @@ class StateSpaceSpec:
     norm_groups: int
     """Groups of columns that the norm of the output normalizes."""
     dt_min: float = 0.0
-    """Least time step."""
+    dt_max: float | None = None
+    """Least and largest time step."""
     norm: Literal["after_gate", "before_gate", "none"] = "after_gate"
     input_scale: float = 1.0
     scales: tuple[float, ...] = ()
@@ -351,6 +352,7 @@ class Architecture:
     stored_rates: bool = False
     """a_log holds the negative rates of recurrent layers, not logarithms of their magnitudes."""
     swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
     attention: str | None = None
     """Name of the attention variant of a plugin."""
     rotated_cache: frozenset[tuple[CacheSide, int]] = frozenset()
@@ -393,6 +395,7 @@ class Architecture:
     qk_norm_weight: bool = True
     qk_norm_layers: Literal["all", "rotated"] = "all"
     qkv_clip: float = 0.0
+    sm_scale_by_layer: bool = False
     qkv_layout: Literal["blocks", "groups"] = "blocks"
     qkv_groups: int = 0
     qkv_order: Literal["qkv", "qvk"] = "qkv"
@@ -425,9 +428,10 @@ class Architecture:
 
     @property
     def activation_name(self) -> str:
-        """Name of the activation for kernels, with its limit if it has another than gpt-oss."""
-        clamps = self.activation == "swigluoai"
-        return swigluoai_name(self.swiglu_limit) if clamps else self.activation
+        """Name of the activation for kernels, with its numbers if they differ from gpt-oss."""
+        if self.activation != "swigluoai":
+            return self.activation
+        return swigluoai_name(self.swiglu_limit, self.swiglu_alpha)
 
     def kind_of(self, layer: int) -> LayerKind:
         """Return the kind of a layer."""

@@ -73,6 +73,12 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
     ]
     if problems:
         n = len(missing) + len(shapes) + len(types) + len(unused)
+        if unused and not (missing or shapes or types):
+            pattern = f"{unused[0].split(' ')[0].rpartition('.')[0]}.*"
+            problems.append(
+                "tensors that the computation does not need go into a file for --spec with "
+                f'extends = "{spec.family}", under [ignored], such as tensors = ["{pattern}"]'
+            )
         raise UsageError(
             f"{weights.path}: {n} tensors do not fit the specification of {spec.name!r} "
             f"(family {spec.family!r})\n" + "\n".join(problems)

@@ -7,13 +7,17 @@ from typing import Any
 
 from nbflow.spec.family import ABSENT, Family
 
+MULTIMODAL = "multimodal_type"
+"""Key for rules: the model_type of the model that holds a text model."""
+
 
 def complete(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     """Return a configuration with the text model's keys at its top, and keys not stated."""
     nested = config.get(family.text_config) if family.text_config else None
     if isinstance(nested, Mapping):
         own = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-        config = {**config, **nested, **own}  # the head is that of the whole model
+        outer = {MULTIMODAL: config.get("model_type")}
+        config = {**config, **nested, **own, **outer}  # the head is that of the whole model
     return {**family.absent, **config}
 
 

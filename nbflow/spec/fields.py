@@ -7,6 +7,7 @@ source, before it sizes anything.
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 from nbflow.spec.architecture import Mixer
@@ -115,6 +116,7 @@ FIELDS: dict[str, Field] = {
         None,
         least=MIN_POSITIVE,
     ),
+    "sm_scale_by_layer": Field(bool, "scores of layer i, from 0, are also divided by i + 1", False),
     "window": Field(int, "sliding window in tokens, the query itself included", None, least=1),
     "window_first_layer": Field(int, "first layer with the window", 0),
     "full_layer_every": Field(int, "every n-th layer uses full attention; 0: none", 0),
@@ -276,6 +278,9 @@ FIELDS: dict[str, Field] = {
     ),
     "ssm_state_dim": Field(int, "Mamba-2: numbers of a state per column", 0, most=MAX_WIDTH),
     "ssm_dt_min": Field(float, "Mamba-2: least time step", 0.0, least=0.0),
+    "ssm_dt_max": Field(
+        float, "Mamba-2: largest time step; no limit if absent", None, least=0.0, most=math.inf
+    ),
     "ssm_norm": Field(
         ("after_gate", "before_gate", "none"),
         "Mamba-2: norm of its output, after or before the multiplication by silu(z)",
@@ -329,7 +334,7 @@ FIELDS: dict[str, Field] = {
         None,
     ),
     "rope_original_context": Field(
-        int, "length before the scaling, if the table lacks it", None, least=1
+        int, "length before a yarn, llama3 or longrope scaling; wins over the table", None, least=1
     ),
     "rope_truncate": Field(
         bool, "YaRN: round the ends of the ramp to whole pairs; wins over the table", None
@@ -369,7 +374,13 @@ FIELDS: dict[str, Field] = {
         most=MAX_WIDTH,
     ),
     "local_rope_theta": Field(
-        float, "base in the layers with the window, which then have no scaling", None, least=1.0
+        float,
+        "base in the layers with the window; rope_theta and rope_scaling if absent",
+        None,
+        least=1.0,
+    ),
+    "local_rope_scaling": Field(
+        dict, "scaling of the layers with the window, if they have a base; none if absent", None
     ),
     "bias_buckets": Field(int, "buckets of distances of the relative bias", 32),
     "bias_max_distance": Field(int, "distance from which the last bucket is used", 128),
@@ -383,11 +394,18 @@ FIELDS: dict[str, Field] = {
     "activation": Field(
         ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swigluoai", "xielu"),
         "activation of the feed-forward network; swigluoai: gate and up clamped at swiglu_limit, "
-        "gate * sigmoid(1.702 * gate) * (up + 1); xielu: with numbers of each layer (Apertus)",
+        "gate * sigmoid(swiglu_alpha * gate) * (up + 1); xielu: with numbers of each layer "
+        "(Apertus)",
         aliases=ACTIVATION_ALIASES,
     ),
     "swiglu_limit": Field(
         float, "limit of gate and up with activation swigluoai", 7.0, least=MIN_POSITIVE
+    ),
+    "swiglu_alpha": Field(
+        float,
+        "factor of the gate in the sigmoid of activation swigluoai",
+        1.702,
+        least=MIN_POSITIVE,
     ),
     "gated": Field(bool, "feed-forward network act(gate) * up, else act(up)"),
     **LAYER_INPUT_FIELDS,

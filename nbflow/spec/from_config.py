@@ -256,6 +256,8 @@ def _from_config(
             offset = None if rule.offset is None else lookup(config, rule.offset)
             return types_of(value, rule, values["n_layers"], f"{where}: {key}", offset)
         if rule.where is not None:
+            if isinstance(value, list) and all(type(item) is int for item in value[:MAX_ITEMS]):
+                value = list(map(str, value[:MAX_ITEMS]))
             is_pattern = isinstance(value, str)
             each = tuple(value) if is_pattern else check_value(value, f"{where}: {key}", [str])
             if len(each) > MAX_ITEMS:

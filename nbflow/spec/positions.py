@@ -29,27 +29,34 @@ def ropes(
     dim = values["rope_dim"]
     if dim is None:
         dim = int(values["head_dim"] * _fraction(values))
-    max_context = values["max_context"]
     try:
         theta = _stretched(values, dim)
-        scaling = RopeScaling.from_config(
-            _scaling_table(values),
-            max_position=max_context,
-            original_max_position=values["rope_original_context"],
-        )
+        scaling = _scaling(values, _scaling_table(values))
         if divisors:
             scaling = _stored_scaling(values, divisors, where)
         factor = 1.0
         if scaling is not None and values["kv_rank"]:
             factor = float(scaling.softmax_factor)
+        local_rope = _local_rope(values)
     except (UsageError, TypeError, ArithmeticError) as error:
         raise UsageError(f"{where}: rope_scaling: {error}") from error
-    local, local_dim = values["local_rope_theta"], values["rope_dim"]
-    if local_dim is None:
-        head_dim = values["local_head_dim"] or values["head_dim"]
-        local_dim = int(head_dim * values["rope_fraction"])
-    local_rope = None if local is None else RopeSpec(style, local, local_dim)
     return RopeSpec(style, theta, dim, scaling), local_rope, factor
+
+
+def _scaling(values: Mapping[str, Any], table: dict[str, Any] | None) -> RopeScaling | None:
+    """Return the scaling of a table with the keys of config.json."""
+    return RopeScaling.from_config(table, max_position=values["max_context"])
+
+
+def _local_rope(values: Mapping[str, Any]) -> RopeSpec | None:
+    """Return the rotary embedding of the layers with the window, None for that of the others."""
+    theta, dim = values["local_rope_theta"], values["rope_dim"]
+    if theta is None:
+        return None
+    local = {**values, "rope_scaling": values["local_rope_scaling"]}
+    if dim is None:
+        dim = int((values["local_head_dim"] or values["head_dim"]) * _fraction(local))
+    return RopeSpec(values["rope_style"], theta, dim, _scaling(values, _scaling_table(local)))
 
 
 def _stored_scaling(
@@ -111,6 +118,10 @@ _ELSEWHERE = ("finetuned", "max_position_embeddings", "mrope_section", "mrope_in
 """Keys of a rotary scaling without an effect on text: those of images, and what is said twice."""
 
 
+_WITH_ORIGINAL = ("yarn", "llama3", "longrope", "su")
+"""Kinds of scalings whose trained length the configuration may also state outside their table."""
+
+
 def _scaling_table(values: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a rotary scaling with the keys of config.json; GGUF has other ones."""
     table, truncate = values["rope_scaling"], values["rope_truncate"]
@@ -123,6 +134,9 @@ def _scaling_table(values: Mapping[str, Any]) -> dict[str, Any] | None:
         words.pop("llama_4_scaling_beta", None)
     if words.keys() <= {"original_max_position_embeddings", "attn_factor"}:
         return None  # parameters of stored divisors
+    original = values["rope_original_context"]
+    if original is not None and _kind(words) in _WITH_ORIGINAL:
+        words["original_max_position_embeddings"] = original
     log_multiplier = words.pop("yarn_log_multiplier", None)
     if log_multiplier:  # as in llama.cpp, the temperature is in the softmax alone
         words |= dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * log_multiplier)
@@ -174,12 +188,8 @@ def theta_by_layer(
     theta = next(iter(usual or local), values["rope_theta"])
     found = {"rope_theta": theta, "rope_layers": tuple(int(theta > 0) for theta in thetas)}
     if local and local != {theta}:
-        if _scaling_table(values) and _kind(values["rope_scaling"]) != "default":
-            raise UsageError(
-                f"{where}: rope_thetas with another base in the layers with the window go without "
-                "rope_scaling"
-            )
-        found["local_rope_theta"] = next(iter(local))
+        found |= {"local_rope_theta": next(iter(local))}
+        found |= {"local_rope_scaling": values["rope_scaling"]}
     return found
 
 

@@ -28,8 +28,8 @@ def state_space(values: Mapping[str, Any]) -> StateSpaceSpec | None:
     if not values["ssm_heads"]:
         return None
     parts = (
-        "heads", "head_dim", "groups", "state_dim", "norm_groups", "dt_min", "norm", "input_scale",
-        "scales", "output_scale",
+        "heads", "head_dim", "groups", "state_dim", "norm_groups", "dt_min", "dt_max", "norm",
+        "input_scale", "scales", "output_scale",
     )  # fmt: skip
     return StateSpaceSpec(**{name: values[f"ssm_{name}"] for name in parts})
 

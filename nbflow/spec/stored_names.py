@@ -82,7 +82,8 @@ def _prefer_stored(names: dict[str, str], present: Any) -> None:
         for kind in ("weight", "bias"):
             whole = f"layers.{{i}}.{fused}.{kind}"
             if whole in names and present(names[whole]):
-                for part in parts:
+                within = (other for other, inner in FUSED.items() if set(inner) < set(parts))
+                for part in (*parts, *within):
                     names.pop(f"layers.{{i}}.{part}.{kind}", None)
             elif all(f"layers.{{i}}.{part}.{kind}" in names for part in parts):
                 names.pop(whole, None)

@@ -163,6 +163,8 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
         writer.add_sliding_window(spec.window)
     if spec.logits_soft_cap is not None:
         writer.add_attn_logit_softcapping(spec.logits_soft_cap)
+    if spec.qkv_clip:
+        writer.add_clamp_kqv(spec.qkv_clip)
     if spec.head_soft_cap is not None:
         writer.add_final_logit_softcapping(spec.head_soft_cap)
     if spec.family.startswith("cohere"):

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from nbflow.checkpoint import open_weights
-from nbflow.spec.architecture import IndexerSpec, TemperatureSpec
+from nbflow.spec.architecture import IndexerSpec, RopeSpec, TemperatureSpec
 from nbflow.spec.family import family_of_config
 from nbflow.spec.from_config import build_spec
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.position import LinearRopeScaling
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
 ABSENT = object()
@@ -238,7 +239,6 @@ MATTERS = [
     ("smollm3", {"use_sliding_window": True, "layer_types": ABSENT, "sliding_window": 5},
      "use_sliding_window = True, with layer_types = 'absent'"),
     ("qwen2_moe", {"qkv_bias": False}, "qkv_bias = False"),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
     ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln = True"),
     ("mpt", {"norm_type": "rmsnorm"}, "norm_type = 'rmsnorm'"),
     ("olmo", {"clip_qkv": -8.0}, "clip_qkv: must be a number from 0 to"),
@@ -248,7 +248,6 @@ MATTERS = [
     ("jamba", {"num_hidden_layers": ABSENT}, "the configuration does not say n_layers"),
     ("phi", {"qk_layernorm": True}, "qk_layernorm = True"),
     ("cohere2", {"use_qk_norm": True}, "use_qk_norm = True"),
-    ("gpt_oss_floats", {"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5"),
     ("gpt_oss_floats", {"swiglu_limit": -1.0}, "swiglu_limit"),
     ("olmo3", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}},
      "rope_parameters.rope_type = 'yarn'"),
@@ -293,8 +292,6 @@ MATTERS = [
     ("granite_swa", {"layer_rope_theta": [1e4, 1e4]}, "rope_thetas must be 3 numbers, one for e"),
     ("granite_swa", {"layer_rope_theta": [1e4, 1e4, 1e3]},
      r"one base in the layers with the window, and one in the others, got \[10000.0\] and \[1000"),
-    ("granite_swa", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-     "go without rope_scaling"),
     ("aria_text", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ("lara_mini", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     ("nanochat", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
@@ -312,6 +309,14 @@ def test_values_that_matter_are_refused_by_name(name, changes, message):
 
 
 CHANGES = [
+    ("minimax_m2", {"rotary_dim": 4, "rope_parameters": None, "rope_theta": 5e5}, "rope",
+     RopeSpec("half", 5e5, 4)),
+    ("gpt2", {"scale_attn_weights": False}, "sm_scale", 1.0),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "sm_scale_by_layer", True),
+    ("gpt_oss_floats", {"swiglu_alpha": 1.5}, "activation_name", "swigluoai:7.0:1.5"),
+    ("mimo_v2_flash", {"layer_types": ABSENT, "hybrid_layer_pattern": [0, 1, 0, 1]}, "full_layers",
+     frozenset({0, 2})),
+    ("mimo_v2_flash", {"attention_value_scale": None}, "attn_output_scale", 1.0),
     ("mistral", {"sliding_window": None}, "window", None),  # null is stated
     ("gemma2", {"attn_logit_softcapping": None}, "logits_soft_cap", None),
     ("olmo_hybrid", {"rope_theta": None, "rope_parameters": None}, "position", "none"),
@@ -367,6 +372,50 @@ CHANGES = [
         TemperatureSpec(0.25, 5, 1, "unrotated"),
     ),
 ]  # fmt: skip
+
+
+def test_limits_of_time_steps() -> None:
+    for stated in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], ABSENT):
+        found = spec_of("mamba2", {"time_step_limit": stated}).ssm
+        assert (found.dt_min, found.dt_max or math.inf) == (0.0, math.inf)
+    found = spec_of("bamba", {"time_step_limit": [0.25, 0.5]}).ssm
+    assert (found.dt_min, found.dt_max) == (0.25, 0.5)
+
+
+def test_trained_length_outside_the_table_of_a_scaling() -> None:
+    """As in transformers 5, it wins over the table's; Phi 3 has one in any case."""
+    found = spec_of("llama31", {"original_max_position_embeddings": 32}).rope.scaling
+    assert found.original_max_position == 32
+    found = spec_of("phi3_long", {"original_max_position_embeddings": ABSENT}).rope.scaling
+    assert found.original_max_position == 4096
+
+
+@pytest.mark.parametrize("name", ["granite", "cohere2"])
+def test_logits_of_models_with_images_have_no_factor(name: str) -> None:
+    """As transformers computes them."""
+    text = json.loads((FOLDER / name / "config.json").read_text())
+    config = {"model_type": "llava_next", "text_config": text}
+    names = [f"language_model.{n}" for n in open_weights(FOLDER / name).names()]
+    family = family_of_config(config, "config.json")
+    spec = build_spec(family, config, name=name, where="here", checkpoint_tensors=names)
+    assert (spec.logits_scale, spec_of(name, {}).logits_scale != 1.0) == (1.0, True)
+    assert spec.tensors["embed.weight"] == "language_model.model.embed_tokens.weight"
+
+
+def test_other_model_types_of_a_family() -> None:
+    assert spec_of("ernie4_5", {"model_type": "paddleocr_vl_text"}).rope.style == "half"
+    assert spec_of("phi3", {"model_type": "phi4mm"}) == spec_of("phi3", {})
+    assert spec_of("qwen2", {"model_type": "mimo"}) == spec_of("qwen2", {})
+
+
+def test_scaling_of_layers_with_a_window() -> None:
+    table = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e3}
+    found = spec_of("gemma3", {"rope_parameters": {"sliding_attention": table}})
+    assert found.local_rope == RopeSpec("half", 5e3, 12, LinearRopeScaling(factor=2.0))
+    assert found.rope.scaling is None
+    found = spec_of("granite_swa", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
+    assert found.rope.scaling == found.local_rope.scaling == LinearRopeScaling(factor=2.0)
+    assert found.rope.theta != found.local_rope.theta
 
 
 def test_null_is_not_true() -> None:

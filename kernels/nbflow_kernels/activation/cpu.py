@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels.activation.swigluoai import ALPHA, NAME, swigluoai_limit
+from nbflow_kernels.activation.swigluoai import NAME, swigluoai_numbers
 from nbflow_kernels.cpu import jit, simd, simd_shuffle
 from nbflow_kernels.cpu.parallel_for import hold, parallel_for
 from nbflow_kernels.cpu.simd_math import keep_nan, one_plus_exp, sigmoid
@@ -39,14 +39,14 @@ GATED = (*ACTIVATIONS, NAME)
 def glu(x, activation, gate_first, out):
     """Compute `nbflow_kernels.glu` with any of `GATED`; rows of `x` and `out` may be strided.
 
-    ``swigluoai`` may have another limit (`swigluoai_limit`).
+    ``swigluoai`` may have other numbers (`swigluoai_numbers`).
     """
     hold(x)
     first = address_of(x)
     second = first + out.shape[1] * 4
     gate, up = (first, second) if gate_first else (second, first)
-    limit = swigluoai_limit(activation)
-    function = ACTIVATIONS[activation] if limit is None else (CLAMPED, ALPHA, limit)
+    numbers = swigluoai_numbers(activation)
+    function = ACTIVATIONS[activation] if numbers is None else (CLAMPED, *numbers)
     _run(function, gate, up, x.strides[0], False, out)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from nbflow_kernels import cuda
 from nbflow_kernels.activation.cpu import ACTIVATIONS
-from nbflow_kernels.activation.swigluoai import ALPHA, swigluoai_limit
+from nbflow_kernels.activation.swigluoai import swigluoai_numbers
 
 _THREADS = 128
 FUNCTIONS = {name: name.title().replace("_", "") for name in ACTIVATIONS}
@@ -38,10 +38,10 @@ def elementwise(x: Any, activation: str, out: Any) -> None:
 
 def glu(x: Any, activation: str, gate_first: bool, out: Any) -> None:
     """See `nbflow_kernels.glu`; ``"swigluoai"`` with the gate first too."""
-    limit = swigluoai_limit(activation)
-    if limit is not None:
+    numbers = swigluoai_numbers(activation)
+    if numbers is not None:
         assert gate_first
-        swigluoai_and_mul(x, ALPHA, limit, False, out)
+        swigluoai_and_mul(x, *numbers, False, out)
         return
     width = out.shape[1]
     gate, up = (0, width) if gate_first else (width, 0)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.activation.swigluoai import swigluoai_limit
+from nbflow_kernels.activation.swigluoai import swigluoai_numbers
 
 # The normal distribution function by erfc, which keeps its digits where it is small.
 _normal = np.vectorize(lambda v: 0.5 * math.erfc(-v / math.sqrt(2.0)), otypes=[np.float64])
@@ -76,10 +76,10 @@ def glu(x: Any, activation: str = "sigmoid", *, gate_first: bool = False) -> NDA
     """See `nbflow_kernels.glu`."""
     first, second = np.split(np.asarray(x, np.float64), 2, axis=-1)
     gate, up = (first, second) if gate_first else (second, first)
-    limit = swigluoai_limit(activation)
-    if limit is not None:
+    numbers = swigluoai_numbers(activation)
+    if numbers is not None:
         both = np.concatenate([gate, up], axis=-1)
-        return swigluoai_and_mul(both, limit=limit, interleaved=False)
+        return swigluoai_and_mul(both, *numbers, interleaved=False)
     return _times(_FUNCTIONS[activation](gate), up)
 
 

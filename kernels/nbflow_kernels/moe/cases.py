@@ -222,7 +222,7 @@ CASES = [
     _layer("no_tokens", 0, 4, 2, 32, 32, "float32_array"),
     _layer("gpt_oss", 3, 4, 2, 64, 32, "q4", separate=True, activation="swigluoai", bias=True),
     _layer("biases", 3, 4, 2, 32, 24, "float32_array", activation="swigluoai", bias=True),
-    _layer("limit", 3, 4, 2, 32, 24, "float32_array", activation="swigluoai:0.7", bias=True),
+    _layer("limit", 3, 4, 2, 32, 24, "float32_array", activation="swigluoai:0.7:1.3", bias=True),
     _layer("llama4", 5, 4, 2, 32, 24, "float32_array", shared="plain", weigh_inputs=True),
     _layer(
         "up_first", 3, 4, 2, 32, 24, "float32_array", shared="plain", bias=True, gate_first=False,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.activation import cpu as activation_cpu
 from nbflow_kernels.activation import cuda as activation_cuda
-from nbflow_kernels.activation.swigluoai import swigluoai_limit
+from nbflow_kernels.activation.swigluoai import swigluoai_numbers
 from nbflow_kernels.arrays import check_array, check_together, empty, is_cuda, output_array
 from nbflow_kernels.cpu.parallel_for import together
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -183,7 +183,8 @@ def fused_moe(
     activation : str
         As in the ops ``..._and_mul``: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"``, ...;
         ``"swigluoai"`` with the numbers of gpt-oss, gate and up not interleaved, or
-        ``"swigluoai:4.5"`` with another limit.  Without gates one of ``"silu"``, ..., ``"relu2"``.
+        ``"swigluoai:4.5:1.5"`` with another limit and alpha.  Without gates one of ``"silu"``,
+        ..., ``"relu2"``.
     gated : bool
         False for experts, the shared one included, without a gate (Nemotron 3): `gate_up` is then
         the up projection, and `up` must be absent.
@@ -392,7 +393,7 @@ def _activation(name: str, x: Any, gated: bool, gate_first: bool) -> Any:
         if name not in activation_cpu.ACTIVATIONS:
             raise unknown_name("activation", name, activation_cpu.ACTIVATIONS)
         return lambda up, hidden: kernels.elementwise(up, name, hidden)
-    if name not in activation_cpu.GATED and swigluoai_limit(name) is None:
+    if name not in activation_cpu.GATED and swigluoai_numbers(name) is None:
         raise unknown_name("activation", name, activation_cpu.GATED)
     return lambda both, hidden: kernels.glu(both, name, gate_first, hidden)
 
