@@ -255,7 +255,7 @@ class Run:
                     "prefill_s": lower_quartile([t.prefill_s for t in taken]),
                     "decode_s": lower_quartile([t.step_s for t in taken]),
                     "decode_s_of_all": [t.step_s for t in taken],
-                    "probe_s": probe_s, "fastest_probe_s": self._quiet.fastest_s,
+                    "probe_s": probe_s,
                     "predicted_prefill_s": found.prefill_s,
                     "predicted_decode_s": found.decode_s, **more,
                 }  # fmt: skip
@@ -352,7 +352,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return errors of the predictions, and the regret of the choices, as Markdown."""
-    quiet = [row for row in rows if not is_disturbed(row)]
+    quiet = undisturbed(rows)
     lines = [
         "| predicted | points | median error | 90 % below | largest |",
         "|---|--:|--:|--:|--:|",
@@ -375,9 +375,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def is_disturbed(row: dict[str, Any]) -> bool:
-    """Return whether other work ran during a measurement of speed."""
-    return bool(row.get("probe_s", 0.0) > DISTURBED * row.get("fastest_probe_s", np.inf))
+def undisturbed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows without measurements of speed during which other work ran."""
+    fastest: dict[str, float] = {}
+    for row in rows:
+        run = row["measurement"]
+        fastest[run] = min(fastest.get(run, np.inf), row.get("probe_s", np.inf))
+    limits = {run: DISTURBED * seconds for run, seconds in fastest.items()}
+    return [row for row in rows if row.get("probe_s", 0.0) <= limits[row["measurement"]]]
 
 
 def errors(
