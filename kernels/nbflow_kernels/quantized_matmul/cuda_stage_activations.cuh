@@ -221,28 +221,25 @@ DEV void multiply_chunk(
         x_scale[e] = *(const float*)(record + Of::SCALES_AT + 4 * (p * PIECE / 32 * NB + Of::token(t, e)));
     }
     float c[R][4] = {};
-    const auto load = [&](int low, int step) {
-      if (step % 2 == 0) x[low] = *(const uint4*)(fragments + (step / 2) * Of::GROUP + low * 64 * NB);
-    };
-    const auto add = [&](int number, int low, int step) {
-      const u32 b0 = step % 2 ? x[low].z : x[low].x, b1 = step % 2 ? x[low].w : x[low].y;
-#pragma unroll
-      for (int r = 0; r < R; r++) mma_f16(c[r], operand[r][step] + 4 * number, b0, b1);
-    };
     // all `high` products first, whose sum is exact; of floats, whose is not, the small products first
 #pragma unroll
-    for (int pass = 0; pass < FRAGMENT_PARTS; pass++) {
-      const int low = CODE_PARTS == 2 ? 1 - pass : pass;
+    for (int pass = 0; pass < FRAGMENT_PARTS; pass++)
 #pragma unroll
       for (int step = p * PIECE / 16; step < (p + 1) * PIECE / 16; step++) {
+        const int low = CODE_PARTS == 2 ? 1 - pass : pass;
         if (pass == 0 && step % 4 == 0) before(step / 4);
-        load(low, step);
-        add(0, low, step);
-        if constexpr (CODE_PARTS == 2) {
-          if (pass == 0) load(0, step), add(1, 0, step);
+        if (step % 2 == 0) x[low] = *(const uint4*)(fragments + (step / 2) * Of::GROUP + low * 64 * NB);
+#pragma unroll
+        for (int r = 0; r < R; r++)
+          mma_f16(c[r], operand[r][step], step % 2 ? x[low].z : x[low].x, step % 2 ? x[low].w : x[low].y);
+        if (CODE_PARTS == 2 && pass == 0) {  // the weights' rests
+          if (step % 2 == 0) x[0] = *(const uint4*)(fragments + (step / 2) * Of::GROUP);
+#pragma unroll
+          for (int r = 0; r < R; r++)
+            mma_f16(c[r], operand[r][step] + OPERANDS - 4, step % 2 ? x[0].z : x[0].x,
+                    step % 2 ? x[0].w : x[0].y);
         }
       }
-    }
     if constexpr (!TENSOR_SUMS && HAS_ZERO) {
 #pragma unroll
       for (int r = 0; r < R; r++)
