@@ -65,19 +65,21 @@ def gptq(table: Mapping[str, Any], at: str) -> GroupedStorage:
         "sym": (True, False),
         "desc_act": (True, False),
         "is_marlin_format": (False,),
-        "checkpoint_format": ("gptq", "gptq_v2"),
-        "format": ("gptq", "gptq_v2"),
+        "checkpoint_format": ("gptq", "gptq_v2", "gptq_p"),
+        "format": ("gptq", "gptq_v2", "gptq_p"),
         "pack_dtype": ("int32",),
     }
-    check_keys(table, at, {"bits": (2, 3, 4, 8)}, required=True)
     check_keys(table, at, known)
     version = table.get("checkpoint_format") or table.get("format") or "gptq"
+    bits = range(2, 9) if version == "gptq_p" else (2, 3, 4, 8)
+    check_keys(table, at, {"bits": bits}, required=True)
     return GroupedStorage(
         "gptq",
         table["bits"],
         group_size(table.get("group_size", -1), f"{at}.group_size"),
         symmetric=table.get("sym") is True,
         zero_offset=1 if version == "gptq" else 0,
+        planar=version == "gptq_p",
     )
 
 

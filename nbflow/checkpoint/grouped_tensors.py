@@ -17,12 +17,14 @@ int8        weight int8 (N, K); weight_scale (N, G), or SCB (N), 127 times the s
             weight_zero_point int8 (N, G)
 ==========  ==================================================================================
 
-Words are little-endian streams of bits: 3-bit codes cross the borders of words.  A matrix is read
+Words are little-endian streams of bits: 3-bit codes cross the borders of words, unless their planes
+are stored apart (`GroupedStorage.planar`).  A matrix is read
 as a grouped format of `nbflow_kernels.formats.grouped`, with columns sorted by group where they
 belong to groups in any order (`nbflow_kernels.formats.column_order`).  One that no format holds (a
 group that 16 does not divide, or zero points with float32 scales) is read as float32.
 
-Sources: AutoGPTQ 0.7 (qlinear_cuda_old.py), GPTQModel 7.7 (converter.py), AutoAWQ 0.2
+Sources: AutoGPTQ 0.7 (qlinear_cuda_old.py), GPTQModel 7.7 (converter.py,
+planar_packing.py), AutoAWQ 0.2
 (packing_utils.py), compressed-tensors 0.20 (pack_quantized/helpers.py), bitsandbytes 0.50,
 Quark 0.13 (torch/utils/pack.py), ModelOpt 0.47 (torch/export/quant_utils.py, row_pairs).
 """
@@ -84,6 +86,19 @@ class GroupedStorage:
     """True if quark's codes and zero points are signed."""
     in_order: bool = False
     """True if quark's words have the order of columns."""
+    planar: bool = False
+    """True if words hold the planes of 32 codes one after the other, instead of a stream."""
+
+    def unpack(self, words: NDArray[Any]) -> NDArray[np.uint8]:
+        """Return the numbers in rows of words, (n, W) to (n, 32 W / bits)."""
+        return unpack_planes(words, self.bits) if self.planar else unpack_words(words, self.bits)
+
+    def word_span(self, numbers: Span) -> tuple[Span, int]:
+        """Return the words that hold a span of numbers, and the first number in them."""
+        each = 32 if self.planar else 32 // np.gcd(32, self.bits)  # they fill whole words
+        words = each * self.bits // 32
+        first, last = numbers[0] // each, -(-numbers[1] // each)
+        return (first * words, last * words), first * each
 
     @property
     def in_words(self) -> bool:
@@ -170,7 +185,7 @@ class GroupedParts:
 
     def _codes(self, read: Read, rows: Span, columns: Span) -> NDArray[np.uint8]:
         """Return codes (rows, columns) in 0 .. 2**bits - 1."""
-        layout, bits = self.storage.layout, self.storage.bits
+        layout = self.storage.layout
         if layout == "int8":
             return read(self.codes, rows, columns).view(np.uint8) ^ np.uint8(128)
         if layout == "row_pairs":
@@ -183,12 +198,12 @@ class GroupedParts:
             return np.ascontiguousarray(
                 found[:, rows[0] - 8 * words[0] :][:, : rows[1] - rows[0]].T
             )
-        (first, last), start = _word_span(columns, bits)
+        (first, last), start = self.storage.word_span(columns)
         if layout == "packed":
             packed = read(self.codes, rows, (first, min(last, self.codes.shape[1])))
         else:
             packed = read(self.codes, (first, last), rows).T
-        codes = unpack_words(packed, bits)[:, columns[0] - start : columns[1] - start]
+        codes = self.storage.unpack(packed)[:, columns[0] - start : columns[1] - start]
         return np.ascontiguousarray(codes)
 
     def _of_rows(self, words: NDArray[Any]) -> NDArray[np.uint8]:
@@ -220,13 +235,13 @@ class GroupedParts:
                 rows = (0, 1)
             found = read(self.zeros, rows, None).reshape(rows[1] - rows[0], -1).astype(np.int16)
             return (found + middle).astype(np.uint8)
-        (first, last), start = _word_span(rows, storage.bits)
+        (first, last), start = storage.word_span(rows)
         if storage.layout == "packed":
             words = read(self.zeros, (first, min(last, self.zeros.shape[0])), None).T
         else:
             words = read(self.zeros, None, (first, min(last, self.zeros.shape[1])))
         of_rows = storage.words_of_rows
-        zeros = self._of_rows(words) if of_rows else unpack_words(words, storage.bits)
+        zeros = self._of_rows(words) if of_rows else storage.unpack(words)
         zeros = zeros[:, rows[0] - start : rows[1] - start].T
         zeros = (zeros + np.uint8(storage.zero_offset)) & np.uint8(top)
         if storage.symmetric and (zeros != middle).any():
@@ -316,12 +331,29 @@ def unpack_words(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
     return np.packbits(single, axis=2, bitorder="little")[..., 0]
 
 
-def _word_span(numbers: Span, bits: int) -> tuple[Span, int]:
-    """Return the words that hold a span of numbers, and the first number in them."""
-    each = 32 // np.gcd(32, bits)  # numbers that fill whole words
-    words = each * bits // 32
-    first, last = numbers[0] // each, -(-numbers[1] // each)
-    return (first * words, last * words), first * each
+_PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
+"""Bits -> bits of its planes, low ones first; other codes are one plane."""
+
+
+def unpack_planes(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
+    """Return the numbers of `bits` bits in rows of 32-bit words, whose planes lie apart.
+
+    Each 32 numbers take `bits` words: those of the low plane first, each plane a stream.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> unpack_planes(np.array([[0x3, 0, 0x1]], np.int32), 3)[0, :4]
+    array([7, 0, 0, 0], dtype=uint8)
+    """
+    groups = np.ascontiguousarray(words).reshape(len(words), -1, bits)
+    numbers = np.zeros((*groups.shape[:2], 32), np.uint8)
+    row = 0
+    for width in _PLANES.get(bits, (bits,)):
+        plane = groups[..., row : row + width].reshape(-1, width)
+        numbers |= unpack_words(plane, width).reshape(numbers.shape) << np.uint8(row)
+        row += width
+    return numbers.reshape(len(words), -1)
 
 
 def _awq_order(numbers: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -391,6 +423,11 @@ def _shape(entry: TensorEntry, storage: GroupedStorage, where: str) -> tuple[int
     if storage.words_of_rows:
         return 8 * m, n
     n_rows, n_words = (m, n) if storage.layout == "gptq" else (n, m)
+    if storage.planar and (n_words % storage.bits or n_rows % 32):
+        raise UsageError(
+            f"{where} of shape {entry.shape} must hold whole planes of {storage.bits} bits: rows "
+            "and columns are multiples of 32"
+        )
     if 32 * n_words % storage.bits:
         raise UsageError(
             f"{where} of shape {entry.shape} must hold whole codes of {storage.bits} bits"

@@ -188,6 +188,40 @@ def test_words_hold_a_stream_of_bits(bits: int):
     )
 
 
+def pack_planes(numbers: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
+    """Pack rows of numbers, 32 by 32, into the words of their planes, low ones first."""
+    groups, words, low = numbers.reshape(len(numbers), -1, 32), [], 0
+    for width in widths:
+        plane = (groups >> low) & ((1 << width) - 1)
+        words.append(packed_checkpoints.pack_words(plane.reshape(-1, 32), width))
+        low += width
+    return np.concatenate(words, axis=1).reshape(len(numbers), -1)
+
+
+@pytest.mark.parametrize("widths", [(2, 1), (4, 1), (4, 2, 1)])
+def test_planes_of_gptqmodel(widths: tuple[int, ...], tmp_path: Path):
+    """`gptq_p`: 3, 5 to 7 bits in planes, zero points as they are."""
+    bits, rng = sum(widths), np.random.default_rng(5)
+    codes, zeros = rng.integers(0, 1 << bits, (64, 96)), rng.integers(0, 1 << bits, (64, 3))
+    scales = rng.uniform(0.1, 0.2, (64, 3)).astype(np.float16)
+    tensors = {
+        "layers.0.X.qweight": np.ascontiguousarray(pack_planes(codes, widths).T),
+        "layers.0.X.qzeros": pack_planes(np.ascontiguousarray(zeros.T), widths),
+        "layers.0.X.scales": np.ascontiguousarray(scales.T),
+        "layers.0.X.g_idx": np.arange(96, dtype=np.int32) // 32,
+    }
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "format": "gptq_p"}
+    steps = (codes - zeros.repeat(32, axis=1)).astype(np.float32)
+    expected = steps * scales.astype(np.float32).repeat(32, axis=1)
+    with opened(tmp_path, tensors, config) as weights:
+        assert weights.dtype(X) == f"uint{bits}_g32"
+        np.testing.assert_array_equal(weights.array(X), expected)
+        np.testing.assert_array_equal(weights.array(X, (33, 40), (32, 96)), expected[33:40, 32:])
+    tensors["layers.0.X.qweight"] = tensors["layers.0.X.qweight"][:, :8].copy()
+    with pytest.raises(UsageError, match="whole planes"):
+        opened(tmp_path, tensors, config)
+
+
 @pytest.mark.parametrize("method", ["gptq", "gptq_act_order", "awq", "hqq", "modelopt_awq", "nf4"])
 def test_a_model_computes_with_the_stored_codes(method: str, tmp_path: Path):
     packed, plain = packed_checkpoints.write_packed(tmp_path, method)
