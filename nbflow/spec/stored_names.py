@@ -59,21 +59,32 @@ def stored_names(
 def _with_stacked_experts(
     names: Mapping[str, Sequence[str]],
 ) -> dict[str, Sequence[str]]:
-    """Return names of tensors, and those of the experts' matrices as transformers 5 holds them.
+    """Return names of tensors, and those of the experts' matrices as transformers 5 has them.
 
-    It stacks the matrices of all experts, and writes them so on request.
+    It stacks the matrices of all experts, and writes them so on request; quantizers divide them
+    again, into matrices with the names of its modules.
     """
     found = dict(names)
     gate = f"{_EXPERT}.gate.weight"
-    parts = {_EXPERT + ".down": "down_proj", _EXPERT + ".up": "up_proj"}
+    stacked = {_EXPERT + ".down": "down_proj", _EXPERT + ".up": "up_proj"}
     if names.get(gate):
-        parts = {_EXPERT + ".down": "down_proj", _EXPERT + ".gate_up": "gate_up_proj"}
-    for part, stacked in parts.items():
+        stacked = {_EXPERT + ".down": "down_proj", _EXPERT + ".gate_up": "gate_up_proj"}
+    for part, module in stacked.items():
         of_each = names.get(f"{part}.weight") or names.get(gate, ())
-        wholes = (name.partition(".{j}.")[0] for name in of_each if ".experts.{j}." in name)
-        added = (f"{whole}.{stacked}" for whole in dict.fromkeys(wholes))
+        added = (f"{whole}.{module}" for whole in _wholes(of_each))
         found[f"{part}.weight"] = (*names.get(f"{part}.weight", ()), *added)
+    for part in ("gate", "up", "down"):
+        ours = f"{_EXPERT}.{part}.weight"
+        if names.get(ours):
+            added = (f"{whole}.{{j}}.{part}_proj.weight" for whole in _wholes(names[ours]))
+            found[ours] = tuple(dict.fromkeys((*found[ours], *added)))
     return found
+
+
+def _wholes(of_each: Sequence[str]) -> Sequence[str]:
+    """Return the names of what holds all experts, by names of a matrix of each."""
+    found = (name.partition(".{j}.")[0] for name in of_each if ".experts.{j}." in name)
+    return tuple(dict.fromkeys(found))
 
 
 def _prefer_stored(names: dict[str, str], present: Any) -> None:

@@ -102,6 +102,35 @@ def test_experts_stacked_as_transformers_5_holds_them(name, tmp_path):
     assert error(reference(tmp_path).logits(ids), logits) < TOLERANCE
 
 
+_DIVIDED = {
+    "mixtral": {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
+    "phi3": {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "renamed"), _DIVIDED.items())
+def test_matrices_divided_as_quantizers_store_them(name, renamed, tmp_path):
+    """Experts one by one with the names of modules; fused matrices as their parts."""
+    tensors, spec = {}, resolve(FOLDER / name).spec
+    n_keys = spec.n_kv_heads * spec.head_dim
+    for key, value in load_file(FOLDER / name / "model.safetensors").items():
+        module = key.split(".")[-2]
+        new = renamed.get(module, module)
+        if isinstance(new, str):
+            tensors[key.replace(f".{module}.", f".{new}.")] = value
+            continue
+        ends = (-2 * n_keys, -n_keys) if module == "qkv_proj" else (len(value) // 2,)
+        ends = [end % len(value) for end in ends]
+        for part, rows in zip(new, np.split(value, ends), strict=True):
+            tensors[key.replace(f".{module}.", f".{part}.")] = np.ascontiguousarray(rows)
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(FOLDER / name / "config.json", tmp_path)
+    ids, logits, _ = golden(name)
+    assert error(reference(tmp_path).logits(ids), logits) < TOLERANCE
+
+
 # One of each kind of attention: ALiBi, soft caps, windows, rotation of a part, many heads to a key.
 @pytest.mark.parametrize(
     "name", ["falcon_rw", "gemma2", "mistral", "gpt2", "mpt", "cohere2", "falcon_40b", "phi"]
