@@ -313,14 +313,14 @@ class Binder:
         q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
         keys, values = step.storage.layers[kv_layer(op)]
         kinds = step.storage.kinds_of(kv_layer(op))
+        sinks = self.executor.weights.bias[index]
         with capture() as attends:
-            launch.attend(step.plan, q, keys, values, out, None, kinds)
+            launch.attend(step.plan, q, keys, values, out, None, kinds, sinks is not None)
         calls = [dataclasses.replace(c, n_rows=step.n_shares) for c in attends.calls]
         if step.merges:
             with capture() as merges:
                 launch.merge_splits(step.plan, out, None)
             calls += [dataclasses.replace(c, n_rows=step.n_merges) for c in merges.calls]
-        sinks = self.executor.weights.bias[index]
         key_bias = self.executor.weights.operands[index][0] if op.attrs.get("key_bias") else None
         for field, array in ((SINKS, sinks), (KEY_BIAS, key_bias)):
             if array is not None:  # they differ by layer, the plan is shared

@@ -40,26 +40,29 @@ def attend(
     out: np.ndarray,
     lse: np.ndarray | None,
     kinds: tuple[int, int] | None = None,
+    extras: bool = False,
 ) -> None:
     """Process all work items: final results go to `out` and `lse`, partial ones to the plan.
 
     Arguments are not checked.  `q` (nnz, H, D) is float32 with any row stride; `k_cache` and
     `v_cache` have the plan's `kv_layout` and a contiguous last axis; `kinds` are their formats
     (`nbflow_kernels.kv_cache.cpu_codec.KINDS`), from their dtypes by default; `out` (nnz, H, D) and
-    `lse` (nnz, H) are contiguous.
+    `lse` (nnz, H) are contiguous.  `extras` takes the general kernel for what a later call sets in
+    the plan's header, e.g. sinks.
     """
     if kinds is None:
         kinds = _float_kind(k_cache), _float_kind(v_cache)
     cache = _cache_addresses(plan, k_cache, v_cache)
-    _launch(plan, _readers(plan, kinds, *cache), q, cache, out, lse)
+    _launch(plan, _readers(plan, kinds, *cache), q, cache, out, lse, extras)
 
 
 def _launch(
-    plan: AttentionPlan, readers: list[Any], q: np.ndarray, cache: Any, out: np.ndarray, lse: Any
-) -> None:
-    extras = plan.logits_soft_cap if has_extras(plan) else None
+    plan: AttentionPlan, readers: list[Any], q: np.ndarray, cache: Any, out: np.ndarray, lse: Any,
+    extras: bool = False,
+) -> None:  # fmt: skip
+    cap = plan.logits_soft_cap if extras or has_extras(plan) else None
     parallel_for(
-        flash_attention, plan.n_shares, plan.work, plan.header, extras, *readers, address_of(q),
+        flash_attention, plan.n_shares, plan.work, plan.header, cap, *readers, address_of(q),
         q.strides[0], *cache, address_of(out), 0 if lse is None else address_of(lse),
     )  # fmt: skip
 
