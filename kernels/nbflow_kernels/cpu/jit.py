@@ -66,21 +66,11 @@ class _Collector:
     """Disable the garbage collector while kernels compile: 15 % less time.
 
     Compiling makes millions of long-lived objects, which the collector would scan repeatedly.
-    Afterwards they are set aside until the next full collection: a collection of the young objects
-    would scan them all right away.  Numba compiles one kernel at a time under a lock, with its
-    device functions nested.
+    Numba compiles one kernel at a time under a lock, with its device functions nested.
     """
 
     depth = 0
     was_on = False
-
-    def __init__(self) -> None:
-        gc.callbacks.append(self._before_collection)
-
-    @staticmethod
-    def _before_collection(phase: str, info: dict[str, int]) -> None:
-        if phase == "start" and info["generation"] == 2:
-            gc.unfreeze()
 
     def __enter__(self) -> None:
         if self.depth == 0:
@@ -91,7 +81,6 @@ class _Collector:
     def __exit__(self, *_: object) -> None:
         self.depth -= 1
         if self.depth == 0 and self.was_on:
-            gc.freeze()
             gc.enable()
 
 
