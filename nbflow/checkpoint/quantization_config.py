@@ -328,7 +328,8 @@ def _compressed(table: Mapping[str, Any], at: str) -> Quantization:
     if not isinstance(sparsity, Mapping):
         raise UsageError(f"{at}.sparsity_config must be a table, got {shown(sparsity)}")
     check_keys(sparsity, f"{at}.sparsity_config", {"format": ("dense",)})
-    _check_transforms(table.get("transform_config") or {}, f"{at}.transform_config")
+    if table.get("transform_config"):
+        _check_transforms(table["transform_config"], f"{at}.transform_config")
     groups = table.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise UsageError(f"{at}.config_groups must be a table of groups, got {shown(groups)}")
@@ -350,9 +351,9 @@ def _compressed(table: Mapping[str, Any], at: str) -> Quantization:
 
 def _check_transforms(table: Any, at: str) -> None:
     """Raise for transforms of activations; those of weights (SpinQuant's R1, R2) are done."""
-    groups = table.get("config_groups") or {} if isinstance(table, Mapping) else None
+    groups = table.get("config_groups") if isinstance(table, Mapping) else None
     if not isinstance(groups, Mapping):
-        raise UsageError(f"{at} must be a table of groups, got {shown(table)}")
+        raise UsageError(f"{at}.config_groups must be a table of groups, got {shown(table)}")
     for name, group in groups.items():
         places = group.get("apply") if isinstance(group, Mapping) else None
         for place in places if isinstance(places, list) else [None]:

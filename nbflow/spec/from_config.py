@@ -250,6 +250,8 @@ def _from_config(
             value = False  # as in the published code, where null is not true
         if value is None or value == {}:  # an empty table of scalings is absent
             continue
+        if rule.optional and value in _INFINITY:  # no limit
+            continue
         if rule.count:
             value = len(check_value(value, f"{where}: {key}", str if type(value) is str else [str]))
         if rule.kinds:
@@ -291,6 +293,10 @@ def _from_config(
     if rule.kinds and rule.default is not None:
         return types_of(rule.default, rule, values["n_layers"], f"{where}: {field}")
     return rule.default
+
+
+_INFINITY = (math.inf, {"__float__": "Infinity"})
+"""Infinity in config.json, also as transformers 5 writes it."""
 
 
 def _is_switch(field: str, rule: ConfigRule) -> bool:

@@ -317,7 +317,8 @@ def test_vram_is_accounted_to_the_byte(cupy: Any) -> None:
         held = run.engine.memory()
         names = ("weight_bytes", "kv_bytes", "workspace_bytes", "step_bytes")
         # loaded kernels have variables, and launches parameters
-        places = (*device.variables.values(), device._workspace, device._parameters)
+        variables = (each for held in device.variables.values() for each in held.values())
+        places = (*variables, device._workspace, device._parameters)
         loaded = sum(place.nbytes for place in places if place is not None)
         assert device.device_bytes - loaded == sum(held[name] for name in names)
     del run
