@@ -16,7 +16,7 @@ Span = tuple[int, int]
 
 
 class StoredColumns(Protocol):
-    """How a matrix stores its columns if not one after the other as they are."""
+    """Storage of a matrix whose columns are reordered, padded or scaled."""
 
     def format(self, columns: Span) -> QuantFormat:
         """Return the format of a span of columns, as a rank holds it."""

@@ -94,7 +94,7 @@ class ScaledColumnsOfBlocks(ScaledColumns):
 
     @property
     def column_groups(self) -> ColumnScales:
-        """What a rank keeps for its columns."""
+        """The factors of columns, under the name that the planner reads."""
         return self.column_scales
 
     def quantized(self, read: Read, rows: Span, columns: Span) -> QuantTensor:

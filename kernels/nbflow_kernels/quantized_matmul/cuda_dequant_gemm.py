@@ -25,8 +25,8 @@ PANEL_BYTES = 24 << 20  # half of the L2 cache of large devices
 MAX_GRID_ROWS = 65535
 """Thread blocks along the second axis of a grid."""
 MAX_TRELLIS_TOKENS = 2 * cuda_gemm_wgmma.MAX_TOKENS
-"""Tokens up to which `wgmma` decodes a trellis in registers, for each tile anew; a panel for 128
-rows takes as long (about 830 cycles a step) as is lost by two tiles (430 to 510 each)."""
+"""Most tokens for which `wgmma` decodes a trellis in registers, again for each tile.  Above,
+weights are decoded once to a panel: 830 cycles a step and 128 rows, against 430 to 510 a tile."""
 
 _kernel = partial(cpp_kernel, __file__, "cuda_round_activations.cu")
 _round_rows = _kernel("round_rows", "f32* x, f32* out, i64 x_stride, i32 n_columns, i32 int8")
