@@ -32,9 +32,11 @@ from nbflow_kernels.formats.decode_cpu import base_of, codes, d_of, dots_of_unit
 from nbflow_kernels.formats.layout_cpu import CpuLayout
 from nbflow_kernels.matmul.cpu_packed_tiles import epilogue
 
-# Distance ahead.  From about 2.5 KB on, one core of a Zen 4 reads 21 GB/s instead of 30: the
-# processor's own prefetches come later than these, of which a core has some 24 in flight.
-PREFETCH_BYTES = 1024
+# Distance ahead on a Zen 4.  One row: from about 2.5 KB on, a core reads 21 GB/s instead of 30, as
+# the processor's own prefetches come later than these, of which a core has some 24 in flight.
+# Several rows: the product takes longer than the memory, and within 2 KB the two do not overlap
+# (q6_k, 4 rows: 72 ps a weight, where 29 come from the caches); from 8 KB on they do.
+PREFETCH_BYTES, PREFETCH_BYTES_OF_ROWS = 1024, 8192
 LINE = 64  # bytes of a cache line
 
 
@@ -48,9 +50,10 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
     """Return the kernel for row groups [start, stop), which multiplies `tokens` rows at a time.
 
     Codes go from memory to registers; further rows of activations find the group in the cache.
-    Weights are read as one stream, prefetched `PREFETCH_BYTES` ahead: the instructions of two to
+    Weights are read as one stream, prefetched some kilobytes ahead: the instructions of two to
     four pieces fill the processor's reorder window, so that its own loads are seldom early enough.
     """
+    distance = PREFETCH_BYTES if tokens == 1 else PREFETCH_BYTES_OF_ROWS
     halves, one_d, has_base = form.sub_block == 16, form.one_d, form.base != "none"
     shift, negative_zero = 1 if halves else 0, np.int32(-form.zero)
     units, pieces, block_bytes = form.block // form.unit, form.unit // 32, form.block_bytes
@@ -83,7 +86,7 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
                 n_at = simd.address(starts) + first * n_step
                 y_at = simd.address(weighted) + first * y_step
                 total = bases = register_tiles_int8.zeros(1, tokens)
-                ahead = at + PREFETCH_BYTES if first == 0 else at
+                ahead = at + distance if first == 0 else at
                 for _ in range(n_blocks):
                     inner = register_tiles_int8.zeros(1, tokens) if one_d and halves else total
                     d, m = d_of(form, at, 0), m_of(form, at, 0)
