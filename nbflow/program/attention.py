@@ -7,7 +7,7 @@ from typing import Any
 
 from nbflow.program.layer_ops import add, clip, linear, qkv_names, scale
 from nbflow.program.records import Op, Operand
-from nbflow.spec.architecture import BIAS_COLUMNS, CacheSide, LatentSpec
+from nbflow.spec.layer_specs import BIAS_COLUMNS, CacheSide, LatentSpec
 from nbflow.spec.model_spec import ModelSpec
 
 INDEX_NORM_EPS = 1e-6

@@ -39,7 +39,7 @@ from nbflow.program.streams import (
     predict,
 )
 from nbflow.program.streams import buffers as stream_buffers
-from nbflow.spec.architecture import BIAS_COLUMNS
+from nbflow.spec.layer_specs import BIAS_COLUMNS
 from nbflow.spec.model_spec import ModelSpec
 
 Sublayer = Callable[[ModelSpec, int, str], list[Op]]

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.checkpoint.quantization_config import KEY as QUANTIZATION
-from nbflow.spec.architecture import LAYER_KINDS, LayerKind
 from nbflow.spec.fields import FIELDS, LAYER_FIELDS, check_field
 from nbflow.spec.formula import FUNCTIONS, check_formula
+from nbflow.spec.layer_specs import LAYER_KINDS, LayerKind
 from nbflow.spec.plugin_ops import TENSOR_NAME
 from nbflow.spec.tensor_names import FUSED, LINEARS, STACKED_NUMBERS, TENSOR_NAMES
 from nbflow.utils.safe_repr import shown

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from nbflow.spec.architecture import Mixer
 from nbflow.spec.field import (
     MAX_CONTEXT,
     MAX_EXPERTS,
@@ -27,6 +26,7 @@ from nbflow.spec.field import (
     check_field,
 )
 from nbflow.spec.layer_input_fields import LAYER_INPUT_FIELDS
+from nbflow.spec.layer_specs import Mixer
 from nbflow.tokenization.special_tokens import MAX_TOKEN_ID, NO_TOKEN
 
 __all__ = [
@@ -536,4 +536,4 @@ LAYER_FIELDS: dict[str, Field] = {
         None,
     ),
 }
-"""Keys of a table [layer.NAME]: fields of `nbflow.spec.architecture.LayerKind`."""
+"""Keys of a table [layer.NAME]: fields of `nbflow.spec.layer_specs.LayerKind`."""

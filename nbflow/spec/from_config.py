@@ -8,7 +8,11 @@ from dataclasses import fields
 from typing import Any
 
 from nbflow.checkpoint.quantization_config import read_quantization
-from nbflow.spec.architecture import (
+from nbflow.spec.config_lookup import complete, full_key, holds, lookup, same_value
+from nbflow.spec.family import ConfigRule, Family, encoder_of
+from nbflow.spec.fields import FIELDS, MAX_ITEMS, REQUIRED, check_field
+from nbflow.spec.formula import evaluate
+from nbflow.spec.layer_specs import (
     ClassifierSpec,
     HeadShape,
     IndexerSpec,
@@ -16,10 +20,6 @@ from nbflow.spec.architecture import (
     LayerKind,
     MoeSpec,
 )
-from nbflow.spec.config_lookup import complete, full_key, holds, lookup, same_value
-from nbflow.spec.family import ConfigRule, Family, encoder_of
-from nbflow.spec.fields import FIELDS, MAX_ITEMS, REQUIRED, check_field
-from nbflow.spec.formula import evaluate
 from nbflow.spec.layer_types import (
     first_layers,
     layer_kinds,

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from nbflow.checkpoint import open_weights
-from nbflow.spec.architecture import IndexerSpec, RopeSpec, TemperatureSpec
 from nbflow.spec.family import family_of_config
 from nbflow.spec.from_config import build_spec
+from nbflow.spec.layer_specs import IndexerSpec, RopeSpec, TemperatureSpec
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import LinearRopeScaling
 
