@@ -200,11 +200,10 @@ def write_comparisons(
     """Write the ratios of pairs with their intervals."""
     parts = (
         "# KL divergence of pairs: ratios with 95 % intervals",
-        "Paired bootstrap over windows of 255 tokens, 10,000 resamples; from "
-        + "`python tools/measure/pareto.py report`.",
-        "KLD(b) / KLD(a) of two formats with the same quantizer:",
+        "Paired bootstrap over windows of 255 tokens, 10,000 resamples:",
+        "two formats with the same quantizer, KLD(b) / KLD(a);",
         "\n".join(_pairs(table, formats)),
-        "Quantizers on the same format, and mixtures:",
+        "two quantizers on the same format, and mixtures.",
         "\n".join(_comparisons(comparisons)),
     )
     path.write_text("\n\n".join(parts) + "\n", "utf-8")
