@@ -1,4 +1,4 @@
-"""Factors of columns beside quantized matrices: ModelOpt's and torchao's AWQ and SmoothQuant.
+"""Factors of columns stored with quantized matrices: ModelOpt's and torchao's AWQ and SmoothQuant.
 
 The columns of a matrix X.weight (N, K) were divided by them before it was quantized, so that the
 activations are multiplied by them: X.pre_quant_scale (K) of ModelOpt, X._weight_act_pre_scale of

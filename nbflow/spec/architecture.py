@@ -339,7 +339,7 @@ class Architecture:
         return math.isqrt(self.retrieved_experts)
 
     def has_dense_network(self, layer: int) -> bool:
-        """Return whether a layer has a dense feed-forward network, alone or beside experts."""
+        """Return whether a layer has a dense feed-forward network, alone or with experts."""
         beside = self.moe is not None and self.moe.beside_dense
         return beside or not self.has_experts(layer)
 

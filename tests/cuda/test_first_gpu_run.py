@@ -72,7 +72,7 @@ def test_a_section_that_hangs_or_dies_costs_that_section(tmp_path: Path) -> None
 
 
 def test_what_was_finished_is_not_repeated(tmp_path: Path) -> None:
-    """A run that was killed in the middle of a line and of a section goes on there."""
+    """A run that was killed in the middle of a line and of a section continues there."""
     journal, _ = _run(tmp_path, _sections("first"))
     journal.add("second", "begin")
     journal.add("second", "row", fact="half")
@@ -196,7 +196,7 @@ def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 NOT_ON_A_BARE_MACHINE = ("tokenizers", "safetensors", "jinja2", "tomli_w")
-"""Packages of the base install beside NumPy and Numba."""
+"""Packages of the base install besides NumPy and Numba."""
 
 
 @pytest.mark.compiler

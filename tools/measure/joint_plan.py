@@ -28,7 +28,7 @@ differs as much from what machine.toml says of it, the memory is not the one tha
 knows.  The measurement is repeated, at most `TRIES` times, and the table leaves rows out that stay
 disturbed.
 
-Rows are appended to FOLDER/rows.jsonl; a run goes on with the next point.  MODEL may be
+Rows are appended to FOLDER/rows.jsonl; a run continues with the next point.  MODEL may be
 ``random``: 90 million random weights with the tokenizer of tiny_python, made in a temporary folder,
 because a model that fits into the caches is faster than its memory.
 """
