@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 
 import nbflow
-from nbflow.first_gpu_run import checks, summary, supervise
+import nbflow_kernels
+from nbflow.first_gpu_run import checks, compile_ahead, summary, supervise
 from nbflow.first_gpu_run.__main__ import main
 from nbflow.first_gpu_run.journal import NAME, Journal
 from nbflow.first_gpu_run.kernels import EMULATED
@@ -175,6 +177,17 @@ def test_a_random_hybrid(tmp_path: Path, gguf: Any) -> None:
     assert found["blk.5.attn_q.weight"].shape.tolist() == [64, 64]
     with nbflow.load(tmp_path / "model.gguf", state="q8_0") as model:
         assert np.isfinite(model.logits([1, 5, 9])).all()
+
+
+def test_kernels_that_no_op_launches_are_compiled_ahead() -> None:
+    ahead = {kernel.name.partition("<")[0] for kernel in compile_ahead.unlaunched()}
+    ahead |= {"one_mma", "reverse", "read_peer"}  # the probes
+    for folder in ("benchmarks", "cuda"):  # those without ops
+        for source in (Path(nbflow_kernels.__path__[0]) / folder).glob("*.cu"):
+            text = re.sub(r"__(launch_bounds|cluster_dims)__\(.*?\)", "", source.read_text())
+            names = re.findall(r"__global__ void\s+(\w+)\(", text)
+            assert names, source
+            assert ahead.issuperset(names), source
 
 
 def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
