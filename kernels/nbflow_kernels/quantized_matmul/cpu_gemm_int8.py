@@ -56,7 +56,7 @@ def gemm(form: CpuLayout) -> Any:
     """Return the kernel for row groups [start, stop) and many rows of activations.
 
     The codes of two row groups are unpacked to bytes, then multiplied by `TOKENS` rows at a time,
-    while the next two groups, and the outputs, are prefetched.
+    while the next two groups, a part with each tile, and the outputs are prefetched.
 
     Where a sub-block's integer scale times its codes fits in bytes (q2_k, q3_k), the codes are
     unpacked as these products: the dot product is then the sum over all 32 columns of a piece.
@@ -107,6 +107,7 @@ def gemm(form: CpuLayout) -> Any:
                 to += 4
         x_step, xs_step = x.strides[0], scales.strides[0]
         one = simd.splat(1.0)
+        passes = n_padded // TOKENS
         for first in range(start, stop, 2):
             n_groups = min(2, stop - first)
             for g in range(n_groups):
@@ -149,13 +150,14 @@ def gemm(form: CpuLayout) -> Any:
                 w_at, s_at, d_at, b_at = w_base, s_base, d_base, b_base
                 prefetch_tile(out, token, first)
                 next_at = simd.address(packed) + (first + 2) * n_blocks * block_bytes
+                turn = token // TOKENS
                 for _ in range(n_blocks):
                     inner = register_tiles_int8.zeros(2, TOKENS) if one_d and halves else total
                     for _ in range(pieces):
-                        if token == 0:
+                        if turn == 0:
                             for line in range(lines):
                                 prefetch(next_at + LINE * line)
-                            next_at += LINE * lines
+                        next_at += LINE * lines
                         for t in range(TOKENS):
                             prefetch(x_at + (TOKENS + t) * x_step)
                         part = register_tiles_int8.zeros(2, TOKENS)
@@ -194,6 +196,7 @@ def gemm(form: CpuLayout) -> Any:
                         d_at += 64
                     else:
                         total = inner
+                    turn = passes - 1 if turn == 0 else turn - 1
                 if has_base:
                     total = register_tiles_int8.add(total, bases)
                 register_tiles_int8.store(result, total)

@@ -1,4 +1,4 @@
-"""CPU GEMV of block formats (q4_0, q4_k, ...) with int8 activations, 1, 4 or 8 rows at a time.
+"""CPU GEMV of block formats (q4_0, q4_k, ...) with int8 activations, 1 to 4 or 8 rows at a time.
 
 A *piece* is 32 columns, which share one activation scale x.  Products of codes of one sub-block are
 added as integers, exactly; then, in float32,
@@ -49,7 +49,8 @@ def piece_vectors(form: CpuLayout) -> int:
 def gemv(form: CpuLayout, tokens: int) -> Any:
     """Return the kernel for row groups [start, stop), which multiplies `tokens` rows at a time.
 
-    Codes go from memory to registers; further rows of activations find the group in the cache.
+    Codes go from memory to registers; further rows of activations find the group in the cache, and
+    each pass over them prefetches another part of the next group's blocks.
     Weights are read as one stream, prefetched some kilobytes ahead: the instructions of two to
     four pieces fill the processor's reorder window, so that its own loads are seldom early enough.
     """
@@ -78,6 +79,7 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
         x_step, xs_step = x.strides[0], scales.strides[0]
         n_step, y_step = starts.strides[0], weighted.strides[0]
         one = simd.splat(1.0)
+        passes = n_padded // tokens
         for group in range(start, stop):
             for first in range(0, n_tokens, tokens):
                 at = simd.address(packed) + group * n_blocks * block_bytes
@@ -86,8 +88,11 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
                 n_at = simd.address(starts) + first * n_step
                 y_at = simd.address(weighted) + first * y_step
                 total = bases = register_tiles_int8.zeros(1, tokens)
-                ahead = at + distance if first == 0 else at
+                ahead, turn = at + distance, first // tokens
                 for _ in range(n_blocks):
+                    if tokens > 1 and passes > 1:
+                        ahead = at + n_blocks * block_bytes if turn == 0 else at
+                        turn = passes - 1 if turn == 0 else turn - 1
                     inner = register_tiles_int8.zeros(1, tokens) if one_d and halves else total
                     d, m = d_of(form, at, 0), m_of(form, at, 0)
                     for unit in range(units):
