@@ -35,7 +35,8 @@ from nbflow_kernels.matmul.cpu_packed_tiles import epilogue
 # Distance ahead on a Zen 4.  One row: from about 2.5 KB on, a core reads 21 GB/s instead of 30, as
 # the processor's own prefetches come later than these, of which a core has some 24 in flight.
 # Several rows: the product takes longer than the memory, and within 2 KB the two do not overlap
-# (q6_k, 4 rows: 72 ps a weight, where 29 come from the caches); from 8 KB on they do.
+# (q6_k, 4 rows: 72 ps a weight, where 29 come from the caches); from 8 KB on they do.  Two or three
+# rows of 8 bits still wait for the memory: q8_0 takes 35 ps with 1 KB and 48 with 8.
 PREFETCH_BYTES, PREFETCH_BYTES_OF_ROWS = 1024, 8192
 LINE = 64  # bytes of a cache line
 
@@ -54,7 +55,8 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
     Weights are read as one stream, prefetched some kilobytes ahead: the instructions of two to
     four pieces fill the processor's reorder window, so that its own loads are seldom early enough.
     """
-    distance = PREFETCH_BYTES if tokens == 1 else PREFETCH_BYTES_OF_ROWS
+    waits = tokens < (4 if form.bits == 8 else 2)  # for the memory
+    distance = PREFETCH_BYTES if waits else PREFETCH_BYTES_OF_ROWS
     halves, one_d, has_base = form.sub_block == 16, form.one_d, form.base != "none"
     shift, negative_zero = 1 if halves else 0, np.int32(-form.zero)
     units, pieces, block_bytes = form.block // form.unit, form.unit // 32, form.block_bytes
