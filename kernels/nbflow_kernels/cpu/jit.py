@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import compiler, inline_closurecall
+from numba.core import caching, compiler, inline_closurecall
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
@@ -150,26 +150,31 @@ def kernel(
         return functools.partial(kernel, strict=strict, unroll=unroll)
     if interpreter.is_on():
         return interpreter.kernel(function)
-    path = Path(function.__code__.co_filename)
+    jit_cache.remember(Path(function.__code__.co_filename))
     fastmath: Any = False if strict else FAST_MATH
     pipeline: Any = KernelCompiler if unroll else SmallKernelCompiler
     compiled = numba.njit(fastmath=fastmath, pipeline_class=pipeline, **_OPTIONS)(function)
-    if jit_cache.is_as_imported(path):
-        # The digest covers a kernel's module and what it imports from this package.  The kernels of
-        # nbflow call nothing else; other files count by their path and time too.
-        is_ours = jit_cache.is_ours(path) or function.__module__.startswith("nbflow.")
-        may_save = functools.partial(jit_cache.is_as_imported, path)
-        folder = jit_cache.cache_folder(path)
-        compiled._cache = jit_cache.KernelCache(function, folder, may_save, not is_ours)
-        if isinstance(compiled, CPUDispatcher):  # else compilation is disabled
-            compiled.__class__ = CachedKernel
+    if isinstance(compiled, CPUDispatcher):  # else compilation is disabled
+        compiled.__class__ = CachedKernel
+        del compiled.__dict__["_cache"]  # Numba's, which caches nothing
     return compiled
 
 
 class CachedKernel(CPUDispatcher):
     """Kernel with a `jit_cache.KernelCache`; a copy made by a pickle has none."""
 
-    _cache: Any
+    @functools.cached_property
+    def _cache(self) -> Any:
+        """The cache, made when the kernel is first compiled: most of those imported never are."""
+        function = self.py_func
+        path = Path(function.__code__.co_filename)
+        if not path.is_file() or not jit_cache.is_as_imported(path):
+            return caching.NullCache()  # typed at a prompt, or edited meanwhile
+        # The digest covers a kernel's module and what it imports from this package.  The kernels of
+        # nbflow call nothing else; other files count by their path and time too.
+        is_ours = jit_cache.is_ours(path) or function.__module__.startswith("nbflow.")
+        may_save = functools.partial(jit_cache.is_as_imported, path)
+        return jit_cache.KernelCache(function, jit_cache.cache_folder(path), may_save, not is_ours)
 
     def compile(self, sig: Any) -> Any:
         """Compile for a signature, or load from the cache; return the entry point."""
