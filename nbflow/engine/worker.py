@@ -21,9 +21,10 @@ from nbflow.distributed.comm import Comm, RankError
 from nbflow.distributed.device_comms import DeviceComms
 from nbflow.distributed.plan import Plan, make_plan
 from nbflow.engine.cross_attention import CrossAttentionCache
+from nbflow.engine.errors import ERROR_BYTES
 from nbflow.engine.evaluator import MAX_LOGIT_BYTES, PromptEvaluator
 from nbflow.engine.multi_step_runner import MultiStepRunner
-from nbflow.engine.outputs import ERROR_BYTES, RequestDelta, StepOutput
+from nbflow.engine.outputs import RequestDelta, StepOutput
 from nbflow.engine.pipeline import Pipeline
 from nbflow.engine.replicas.address import own_addresses
 from nbflow.engine.request import FinishReason, Proposals, Request

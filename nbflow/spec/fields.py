@@ -7,6 +7,7 @@ source, before it sizes anything.
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 from nbflow.spec.field import (
@@ -277,7 +278,9 @@ FIELDS: dict[str, Field] = {
     ),
     "ssm_state_dim": Field(int, "Mamba-2: numbers of a state per column", 0, most=MAX_WIDTH),
     "ssm_dt_min": Field(float, "Mamba-2: least time step", 0.0, least=0.0),
-    "ssm_dt_max": Field(float, "Mamba-2: largest time step; no limit if absent", None, least=0.0),
+    "ssm_dt_max": Field(
+        float, "Mamba-2: largest time step; no limit if absent", None, least=0.0, absent=(math.inf,)
+    ),
     "ssm_norm": Field(
         ("after_gate", "before_gate", "none"),
         "Mamba-2: norm of its output, after or before the multiplication by silu(z)",

@@ -298,6 +298,12 @@ MATTERS = [
      "rope_parameters.rope_type = 'linear'"),
     ("bamba", {"hidden_act": "gelu"},
      r'extends = "bamba", \[only\] "hidden_act" = "any" and these fields to a file for --spec'),
+    ("biogpt", {"scale_embedding": 0}, "scale_embedding: must be true or false, got 0"),
+    ("falcon_7b", {"multi_query": "false"}, "multi_query: must be true or false, got 'false'"),
+    ("lfm3", {"rope_parameters": [1e4]}, r"rope_parameters: must be a table, got \[10000.0\]"),
+    ("mpt", {"attn_config": {"softmax_scale": math.inf}}, "softmax_scale: must be a number from"),
+    ("mellum", {"mlp_layer_types": ["dense", "silu", "sparse"]}, "must be one of dense, sparse, g"),
+    ("mellum", {"mlp_layer_types": ["dense"]}, r"mlp_layer_types: must have \d entries, one for e"),
 ]  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return found.st_mtime_ns, found.st_size
 
 
-# Stamps of sources when this module was imported; of other files, when they were first read.
+# Stamps of sources when this module was imported; of other files, when `remember` first saw them.
 _stamps = {
     path: _stamp(path)
     for folder, _, names in os.walk(_ROOT)
@@ -74,7 +74,7 @@ def _modules(root: Path) -> dict[str, Path]:
 @functools.cache
 def _source(path: Path) -> tuple[bytes, tuple[Path, ...]]:
     """Return a file's bytes and the files of this package that it imports."""
-    _stamps.setdefault(path, _stamp(path))
+    remember(path)
     source, modules = path.read_bytes(), _modules(_ROOT)
     found: set[Path] = set()
     for match in _IMPORT.finditer(source.decode()):
@@ -109,6 +109,12 @@ def source_digest(path: Path) -> str:
     for file in _sources(path):
         digest.update(_source(file)[0])
     return digest.hexdigest()[:16]
+
+
+def remember(path: Path) -> None:
+    """Take a file for the source of the code that is running, unless it is known already."""
+    if path not in _stamps:
+        _stamps[path] = _stamp(path)
 
 
 def is_as_imported(path: Path) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import compiler, inline_closurecall
+from numba.core import caching, compiler, inline_closurecall
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
@@ -118,6 +118,12 @@ class SmallKernelCompiler(KernelCompiler):
         return super()._compile_bytecode()
 
 
+class ScalarKernelCompiler(SmallKernelCompiler):
+    """`KernelCompiler` that neither unrolls nor vectorizes loops."""
+
+    library = numba_libraries.ScalarKernelLibrary
+
+
 class DeviceCompiler(SmallKernelCompiler):
     """`KernelCompiler` whose result is LLVM IR."""
 
@@ -132,7 +138,11 @@ _OPTIONS: Any = {
 
 
 def kernel(
-    function: Callable[..., Any] | None = None, *, strict: bool = False, unroll: bool = True
+    function: Callable[..., Any] | None = None,
+    *,
+    strict: bool = False,
+    unroll: bool = True,
+    vectorize: bool = True,
 ) -> Any:
     """Compile a kernel lazily, cached on disk, without the GIL and without asserts.
 
@@ -145,31 +155,41 @@ def kernel(
     unroll : bool
         Unroll loops.  Without that a kernel of many loops compiles in half the time: for kernels
         that wait for memory, or whose loops are unrolled by hand.
+    vectorize : bool
+        Vectorize the loops of a kernel that are not unrolled.  Without that short loops over
+        strided scalars stay scalar: LLVM makes gathers and scatters of them, which take longer.
     """
     if function is None:
-        return functools.partial(kernel, strict=strict, unroll=unroll)
+        return functools.partial(kernel, strict=strict, unroll=unroll, vectorize=vectorize)
     if interpreter.is_on():
         return interpreter.kernel(function)
-    path = Path(function.__code__.co_filename)
+    jit_cache.remember(Path(function.__code__.co_filename))
     fastmath: Any = False if strict else FAST_MATH
-    pipeline: Any = KernelCompiler if unroll else SmallKernelCompiler
+    assert vectorize or not unroll, "only loops that are not unrolled can stay scalar"
+    small = SmallKernelCompiler if vectorize else ScalarKernelCompiler
+    pipeline: Any = KernelCompiler if unroll else small
     compiled = numba.njit(fastmath=fastmath, pipeline_class=pipeline, **_OPTIONS)(function)
-    if jit_cache.is_as_imported(path):
-        # The digest covers a kernel's module and what it imports from this package.  The kernels of
-        # nbflow call nothing else; other files count by their path and time too.
-        is_ours = jit_cache.is_ours(path) or function.__module__.startswith("nbflow.")
-        may_save = functools.partial(jit_cache.is_as_imported, path)
-        folder = jit_cache.cache_folder(path)
-        compiled._cache = jit_cache.KernelCache(function, folder, may_save, not is_ours)
-        if isinstance(compiled, CPUDispatcher):  # else compilation is disabled
-            compiled.__class__ = CachedKernel
+    if isinstance(compiled, CPUDispatcher):  # else compilation is disabled
+        compiled.__class__ = CachedKernel
+        del compiled.__dict__["_cache"]  # Numba's, which caches nothing
     return compiled
 
 
 class CachedKernel(CPUDispatcher):
     """Kernel with a `jit_cache.KernelCache`; a copy made by a pickle has none."""
 
-    _cache: Any
+    @functools.cached_property
+    def _cache(self) -> Any:
+        """The cache, made when the kernel is first compiled: most of those imported never are."""
+        function = self.py_func
+        path = Path(function.__code__.co_filename)
+        if not path.is_file() or not jit_cache.is_as_imported(path):
+            return caching.NullCache()  # typed at a prompt, or edited meanwhile
+        # The digest covers a kernel's module and what it imports from this package.  The kernels of
+        # nbflow call nothing else; other files count by their path and time too.
+        is_ours = jit_cache.is_ours(path) or function.__module__.startswith("nbflow.")
+        may_save = functools.partial(jit_cache.is_as_imported, path)
+        return jit_cache.KernelCache(function, jit_cache.cache_folder(path), may_save, not is_ours)
 
     def compile(self, sig: Any) -> Any:
         """Compile for a signature, or load from the cache; return the entry point."""

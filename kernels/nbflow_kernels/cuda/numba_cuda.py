@@ -13,7 +13,6 @@ import types as python_types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -69,6 +68,8 @@ def _import_array_functions() -> None:
     """Import a module of numba-cuda that names `np.row_stack`, which NumPy 2.5 has removed."""
     name = "numba.cuda.np.arrayobj"
     if name not in sys.modules and not hasattr(np, "row_stack"):
+        from unittest import mock  # imports asyncio, a tenth of the time to import nbflow
+
         with mock.patch.object(np, "row_stack", np.vstack, create=True):
             importlib.import_module(name)
 

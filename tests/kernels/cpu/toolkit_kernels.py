@@ -18,6 +18,7 @@ from nbflow_kernels.cpu import (
     register_tiles,
     register_tiles_int8,
     register_tiles_lower,
+    register_tiles_sums,
     simd,
     simd_compare,
     simd_double,
@@ -214,11 +215,9 @@ def use_tiles(f, i, b, out, singles, halves, brains, pairs):  # type: ignore[no-
     simd.store_f32(out + 4032, register_tiles.lane_magnitudes(rows))
     both = simd.load_i32(b + 192), simd.load_i32(b + 256)
     simd.store_f32(out + 3264, register_tiles.add_pairs(simd.load_f32(f + 640), both[0], both[1]))
-    left = register_tiles.scale(register_tiles.load_strided(1, 2, f + 640, 128), f + 1000, 4)
+    left = register_tiles.scale(register_tiles.load_strided(2, 2, f + 640, 128), f + 1000, 4)
     left = register_tiles.step_chains(left, halves, b + 192, f + 648, 8)
-    two = register_tiles.concat_groups(
-        left, register_tiles.step_chains(left, brains, b + 192, f + 648, 8)
-    )
+    two = register_tiles.step_chains(left, brains, b + 192, f + 648, 8)
     two = register_tiles.step_chains(two, pairs, b + 192, b + 320, 4)
     register_tiles.store_strided(
         out + 3328, 192, register_tiles.step_chains(two, singles, f + 192, f + 700, 8)
@@ -231,6 +230,14 @@ def use_tiles_lower(f, i, b, out):  # type: ignore[no-untyped-def]
     register_tiles.store(out, tile)
     tile = register_tiles_lower.add_lower(register_tiles.load(2, 3, f + 192), f + 640, 20, f + 704)
     register_tiles.store(out + 384, tile)
+
+
+@jit.kernel
+def use_tiles_sums(f, i, b, out):  # type: ignore[no-untyped-def]
+    first = register_tiles_sums.fold_lanes(register_tiles.load(2, 8, f))
+    register_tiles.store(out, first)
+    second = register_tiles_sums.fold_lanes(register_tiles.load(2, 8, f + 1024))
+    register_tiles_sums.store_sums(out + 128, 20, first, second)
 
 
 @jit.kernel
