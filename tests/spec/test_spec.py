@@ -459,6 +459,7 @@ n_heads = {{ keys = ["h"] }}
         ("x = { keys = [] }", "unknown key 'x'"),
         ("head_dim = { key = [] }", "unknown key 'key'; did you mean 'keys'"),
         ('n_kv_heads = { same_as = "n_layers" }', "'n_layers' must be a field listed above it"),
+        ("n_kv_heads = { same_as = {} }", "{} must be a field listed above it"),
         ("head_dim = { formula = 3 }", "formula: must be text in quotes, got 3"),
         ("head_dim = [{ formula = 3 }]", "formula: must be text in quotes, got 3"),
         ('head_dim = { values = { a = "b" } }', "values: must be a whole number, got 'b'"),
