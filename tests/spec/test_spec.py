@@ -295,6 +295,15 @@ def test_weights_without_configuration(tmp_path: Path) -> None:
     save_file(tensors(), tmp_path / "a.safetensors")
     with pytest.raises(UsageError, match="the weights alone do not say what model they are"):
         resolve(tmp_path / "a.safetensors")
+    with pytest.raises(UsageError, match="a model must be a name or a path, got ''"):
+        resolve("")
+    adapter = tmp_path / "lora"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    save_file(tensors(), adapter / "adapter_model.safetensors")
+    for path in (adapter, adapter / "adapter_model.safetensors"):
+        with pytest.raises(UsageError, match=r"holds an adapter .* merge it into its base model"):
+            resolve(path)
     spec_file = toml(
         tmp_path / "mine.toml",
         """family = "llama"
