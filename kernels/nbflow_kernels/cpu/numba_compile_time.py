@@ -101,7 +101,7 @@ def _option_values(self: Any) -> dict[str, Any]:
     kind = type(self)
     if kind not in _defaults:
         _defaults[kind] = {name: option.default for name, option in kind.options.items()}
-    return _defaults[kind] | self._values
+    return {**_defaults[kind], **self._values}
 
 
 def _mangled_options(self: Any) -> str:
