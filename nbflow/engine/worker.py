@@ -73,7 +73,7 @@ class Worker(TokenTimes):
         encoding: QuantizerOptions,
         activations: str,
         kv: str,
-        threads: tuple[int, Sequence[int]],
+        threads: tuple[int, Sequence[int], bool],
         max_step_tokens: int,
         page_size: int = PAGE_SIZE,
         place: Device = HOST,

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from numba.core import caching
+from numba.core.serialize import dumps
 
 from nbflow_kernels.compilation.file_lock import FileLock
 
@@ -296,6 +297,15 @@ class KernelCache(caching.FunctionCache):
     def _entry(self, sig: Any, target_context: Any) -> Path:
         return self._cache_file.path(self._index_key(sig, target_context.codegen()))
 
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        """Return Numba's key, equal in all processes though factories define device functions.
+
+        Numba tells these apart by a number, which each process draws.
+        """
+        code = hashlib.sha256(self._py_func.__code__.co_code).hexdigest()
+        cells = hashlib.sha256(dumps(_cells(self._py_func))).hexdigest()
+        return sig, codegen.magic_tuple(), (code, cells)
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the entry of a signature; None if it is absent or unusable.
 
@@ -333,6 +343,24 @@ class KernelCache(caching.FunctionCache):
             return super().load_overload(sig, target_context)
         except Exception:  # foreign bytes can raise anything
             return None
+
+
+def _cells(function: Any) -> Any:
+    """Return the values of a function's closure, this package's functions by their source."""
+    if function.__closure__ is None:
+        return ()
+    return tuple(map(_by_source, (cell.cell_contents for cell in function.__closure__)))
+
+
+def _by_source(value: Any) -> Any:
+    """Return what identifies a compiled function of this package; any other value as it is."""
+    function = getattr(value, "py_func", None)
+    if function is None:
+        return value
+    path = Path(function.__code__.co_filename)
+    if not is_ours(path) or not is_as_imported(path):
+        return value
+    return function.__qualname__, source_digest(path), _cells(function)
 
 
 @functools.cache

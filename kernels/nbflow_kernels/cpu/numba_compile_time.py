@@ -38,7 +38,9 @@ numba_abi_size = base.BaseContext.get_abi_sizeof
 numba_start_event, numba_end_event = event.start_event, event.end_event
 numba_options_equal = targetconfig.TargetConfig.__eq__
 numba_mangle_options = targetconfig.TargetConfig.get_mangle_string
+numba_option_values = targetconfig.TargetConfig.values
 _mangled: dict[Any, str] = {}
+_defaults: dict[Any, dict[str, Any]] = {}
 numba_install_timer = event.install_timer
 
 ABI_SIZES = "_nbflow_abi_sizes"
@@ -78,10 +80,11 @@ def skip_logs_and_events() -> None:
 
 
 def compare_options_as_set() -> None:
-    """Compare and hash options of the compiler without a list of all of them, defaults too."""
+    """Compare, hash and list options of the compiler without asking for each, defaults too."""
     targetconfig.TargetConfig.__eq__ = _options_equal  # type: ignore[method-assign]
     targetconfig.TargetConfig.__hash__ = _options_hash  # type: ignore[method-assign]
     targetconfig.TargetConfig.get_mangle_string = _mangled_options  # type: ignore[method-assign]
+    targetconfig.TargetConfig.values = _option_values  # type: ignore[method-assign]
 
 
 def _options_equal(self: Any, other: Any) -> Any:
@@ -92,6 +95,13 @@ def _options_equal(self: Any, other: Any) -> Any:
 
 def _options_hash(self: Any) -> int:
     return hash(type(self))  # Numba's is that of the names, which all options share
+
+
+def _option_values(self: Any) -> dict[str, Any]:
+    kind = type(self)
+    if kind not in _defaults:
+        _defaults[kind] = {name: option.default for name, option in kind.options.items()}
+    return {**_defaults[kind], **self._values}
 
 
 def _mangled_options(self: Any) -> str:

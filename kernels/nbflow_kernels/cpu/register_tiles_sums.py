@@ -1,8 +1,9 @@
 """Sums over the lanes of register tiles with several tokens, as matrices of dot products.
 
 ========================  ======================================================================
-`fold_lanes(tile)`        two partial sums of each vector instead of sixteen: those of two groups
+`fold_lanes(tile, half)`  two partial sums of each vector instead of sixteen: those of two groups
                           and four tokens in one vector
+`half_lanes()`            8, for `fold_lanes`
 `store_sums(at, token,    the sums of four groups, from two folded tiles of two groups each, as
 first, second)`           four float32 at ``at + token * t``
 ========================  ======================================================================
@@ -22,8 +23,9 @@ from llvmlite import ir
 from numba.core import errors, types
 
 from nbflow_kernels.cpu import interpreter, llvm
-from nbflow_kernels.cpu.llvm import LANES
+from nbflow_kernels.cpu.llvm import I64, LANES
 from nbflow_kernels.cpu.register_tiles import FloatTile
+from nbflow_kernels.cpu.simd_memory import first_lanes
 
 intrinsic = functools.partial(interpreter.intrinsic, fallback="register_tiles_sums")
 
@@ -34,14 +36,11 @@ def _emit_added(builder: Any, a: Any, b: Any, lanes: Sequence[int], apart: int) 
     return builder.fadd(llvm.shuffle(builder, a, b, lanes), llvm.shuffle(builder, a, b, behind))
 
 
-def _emit_halves(builder: Any, a: Any, b: Any) -> Any:
-    """Emit the sums of the halves of two vectors: of `a`, then of `b`, with one shuffle."""
-    lower_and_upper, upper_and_lower = [*range(8), *range(24, 32)], [*range(8, 24)]
-    lanes = (
-        llvm.shuffle(builder, a, b, lower_and_upper),
-        llvm.shuffle(builder, a, b, upper_and_lower),
+def _emit_halves(builder: Any, lower: Any, a: Any, b: Any) -> Any:
+    """Emit the sums of the halves of two vectors, of `a`, then of `b`: a blend and one shuffle."""
+    return builder.fadd(
+        builder.select(lower, a, b), llvm.shuffle(builder, a, b, range(LANES // 2, 3 * LANES // 2))
     )
-    return builder.fadd(*lanes)
 
 
 # Lanes of two vectors that are added to those 4, 2 and 1 behind them.
@@ -51,11 +50,25 @@ _ONES = [4 * quarter + v + i for quarter in range(4) for v in (0, LANES) for i i
 
 
 @intrinsic
-def fold_lanes(typing_context, tile):
+def half_lanes(typing_context):
+    """Return 8, a number that LLVM does not know.
+
+    By a mask that it knows LLVM would make shuffles of blends, which compete with multiply-adds.
+    """
+
+    def codegen(context, builder, signature, args):
+        unchanged = ir.InlineAsm(ir.FunctionType(I64, [I64]), "", "=r,0")
+        return builder.call(unchanged, [ir.Constant(I64, LANES // 2)])
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def fold_lanes(typing_context, tile, half):
     """Return two partial sums of each vector of a tile of two groups.
 
     Quarter t of vector q of the result has those of token 4 q + t: of the first group, then of
-    the second.
+    the second.  `half` is `half_lanes()`, called before the loop over tiles.
     """
     if tile.groups != 2 or tile.tokens % 4:
         raise errors.TypingError(f"register_tiles_sums: wanted 2 groups, 4 n tokens, got {tile}")
@@ -63,18 +76,19 @@ def fold_lanes(typing_context, tile):
 
     def codegen(context, builder, signature, args):
         value = ir.Constant(context.get_value_type(folded), ir.Undefined)
+        lower = first_lanes(context, builder, args[1], signature.args[1])
         for quad in range(folded.tokens):
             groups = []
             for g in range(2):
                 first = 8 * quad + g
                 vectors = [builder.extract_value(args[0], first + 2 * t) for t in range(4)]
-                ab, cd = (_emit_halves(builder, *vectors[i : i + 2]) for i in (0, 2))
+                ab, cd = (_emit_halves(builder, lower, *vectors[i : i + 2]) for i in (0, 2))
                 groups.append(_emit_added(builder, ab, cd, _FOURS, 4))
             vector = _emit_added(builder, *groups, _TWOS, 2)
             value = builder.insert_value(value, vector, quad)
         return value
 
-    return folded(tile), codegen
+    return folded(tile, half), codegen
 
 
 @intrinsic

@@ -14,6 +14,7 @@ import pytest
 from numba.core.caching import IndexDataCacheFile
 
 from nbflow_kernels.compilation.jit_cache import KernelCache, KeyedFiles
+from nbflow_kernels.quantizers.search import trellis
 
 
 def _source_copies(folder: Path) -> list[Any]:
@@ -92,6 +93,16 @@ def test_a_kernel_whose_file_is_not_its_own_is_compiled_again(tmp_path):
         again = make()
         assert again(21) == 42
         assert not sum(again._cache_hits.values())
+
+
+def test_device_functions_of_a_factory_are_known_by_their_source():
+    """Numba tells them apart by a number of its own: trellis search was never found on disk."""
+
+    def key(bits):
+        made = trellis._kernel.__wrapped__(bits)
+        return made._cache._index_key((), made.targetctx.codegen())
+
+    assert key(2) == key(2) != key(3)
 
 
 PROGRAM = """

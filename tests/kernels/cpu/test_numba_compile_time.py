@@ -69,4 +69,5 @@ def test_options_are_equal_and_named_as_numba_says():
         assert a != b or hash(a) == hash(b)
         for _ in range(2):
             assert a.get_mangle_string() == numba_compile_time.numba_mangle_options(a)
+            assert list(a.values().items()) == [*numba_compile_time.numba_option_values(a).items()]
     assert plain == explicit != other

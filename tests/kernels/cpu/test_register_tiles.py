@@ -118,8 +118,9 @@ def test_lane_sums_are_products_of_rows(rng: np.random.Generator) -> None:
 @njit
 def _sums(tiles: Any, out: Any) -> None:
     at = simd.address(tiles)
-    first = register_tiles_sums.fold_lanes(register_tiles.load(2, 8, at))
-    second = register_tiles_sums.fold_lanes(register_tiles.load(2, 8, at + 1024))
+    half = register_tiles_sums.half_lanes()
+    first = register_tiles_sums.fold_lanes(register_tiles.load(2, 8, at), half)
+    second = register_tiles_sums.fold_lanes(register_tiles.load(2, 8, at + 1024), half)
     register_tiles_sums.store_sums(simd.address(out), out.strides[0], first, second)
 
 

@@ -57,6 +57,7 @@ from nbflow_kernels.attention.plan_layout import CHUNK
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.atomics import call_hook
 from nbflow_kernels.cpu.register_tiles import has_wide_registers
+from nbflow_kernels.cpu.register_tiles_sums import half_lanes
 from nbflow_kernels.cpu.simd_memory import (
     allocate,
     read_f32,
@@ -86,7 +87,7 @@ FIRST, LAST, LOW, HIGH = 24, 32, 40, 48  # a range hook writes LAST next to FIRS
 @jit.device_function
 def qk_scores(like, M, q, row_bytes, table, state, s, scratch, ahead, n_prefetch):
     """Compute Q K^T of a chunk."""
-    m, n = np.int64(0), n_prefetch
+    m, n, half = np.int64(0), n_prefetch, half_lanes()
     while m < M:
         q_m, scores, records = q + m * row_bytes, s + m * SCORE_BYTES, state + STATE_BYTES * m
         if m + 4 > M:
@@ -102,9 +103,9 @@ def qk_scores(like, M, q, row_bytes, table, state, s, scratch, ahead, n_prefetch
         i = first // 4 * 4
         scores, keys, next_keys = scores + 4 * i, table + 8 * i, ahead + 8 * i
         if WIDE and rows == 8:
-            qk_8xn(like, q_m, row_bytes, keys, last - i, scores, next_keys, n)
+            qk_8xn(like, q_m, row_bytes, keys, last - i, half, scores, next_keys, n)
         else:
-            qk_4xn(like, q_m, row_bytes, keys, last - i, scores, next_keys, n)
+            qk_4xn(like, q_m, row_bytes, keys, last - i, half, scores, next_keys, n)
         m, n = m + rows, np.int64(0)
 
 

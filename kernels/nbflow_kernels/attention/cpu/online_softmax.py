@@ -45,7 +45,7 @@ def _make_qk(rows: int) -> Any:
     """Return a Q K^T kernel for `rows` query vectors, a multiple of four."""
 
     @jit.device_function
-    def qk(like, q, row_bytes, keys, n, s, ahead, n_prefetch):
+    def qk(like, q, row_bytes, keys, n, half, s, ahead, n_prefetch):
         """Write the dot products of the query vectors and `n` keys, four keys at a time."""
         unit = 16 * simd.size_of(like)
         for j in range(0, n, 4):
@@ -56,13 +56,13 @@ def _make_qk(rows: int) -> Any:
             while x < q + row_bytes:
                 tile = register_tiles.step_lanes(tile, like, k, distance, x, row_bytes)
                 k, x = k + unit, x + 64
-            first = fold_lanes(tile)
+            first = fold_lanes(tile, half)
             tile = register_tiles.zero(2, rows)
             k, x, distance = read_i64(keys + 16), q, read_i64(keys + 24) - read_i64(keys + 16)
             while x < q + row_bytes:
                 tile = register_tiles.step_lanes(tile, like, k, distance, x, row_bytes)
                 k, x = k + unit, x + 64
-            store_sums(s + 4 * j, SCORE_BYTES, first, fold_lanes(tile))
+            store_sums(s + 4 * j, SCORE_BYTES, first, fold_lanes(tile, half))
             keys += 32
 
     return qk
@@ -77,15 +77,21 @@ def qk_1x16(like, q, row_bytes, keys, n, scratch, s, ahead, n_prefetch):
 
     Keys are read row by row, at the bandwidth of a sequential read; `scratch` holds 16 vectors.
     """
-    unit = 16 * simd.size_of(like)
+    size = simd.size_of(like)
     for j in range(n):
         prefetch_row(ahead, j, n_prefetch)
-        key, x = read_i64(keys + 8 * j), q
-        tile = register_tiles.zero(1, 1)
-        while x < q + row_bytes:
-            tile = register_tiles.step_lanes(tile, like, key, 0, x, 0)
-            key, x = key + unit, x + 64
-        register_tiles.store(scratch + 64 * j, tile)
+        key = read_i64(keys + 8 * j)
+        a, d = simd.splat(0.0), np.int64(0)
+        while d + 256 <= row_bytes:
+            a = simd.fma(simd.load_f32(q + d), simd.load_as(like, key), a)
+            a = simd.fma(simd.load_f32(q + d + 64), simd.load_as(like, key + 16 * size), a)
+            a = simd.fma(simd.load_f32(q + d + 128), simd.load_as(like, key + 32 * size), a)
+            a = simd.fma(simd.load_f32(q + d + 192), simd.load_as(like, key + 48 * size), a)
+            d, key = d + 256, key + 64 * size
+        while d < row_bytes:
+            a = simd.fma(simd.load_f32(q + d), simd.load_as(like, key), a)
+            d, key = d + 64, key + 16 * size
+        simd.store_f32(scratch + 64 * j, a)
     simd.store_f32(s, register_tiles.lane_sums(register_tiles.load(1, 16, scratch)))
 
 
@@ -102,14 +108,14 @@ def _make_pv(vectors: int, rows: int) -> Any:
         Strides: `row_bytes` of accumulators at `acc`, `step` of their factors at `rescale`,
         `SCORE_BYTES` of their weights at `p`; `d` is the byte offset of the first column.
         """
-        unit = 16 * simd.size_of(like)
-        column = (d >> 6) * unit
+        size = simd.size_of(like)
+        column = (d >> 2) * size
         tile = register_tiles.load_strided(vectors, rows, acc + d, row_bytes)
         tile = register_tiles.scale(tile, rescale, step)
         for j in range(first, last):
             prefetch_row(ahead, j, n_prefetch)
             value = read_i64(values + 8 * j) + column
-            tile = register_tiles.step(tile, like, value, unit, p + 4 * j, SCORE_BYTES)
+            tile = register_tiles.step(tile, like, value, 16 * size, p + 4 * j, SCORE_BYTES)
         register_tiles.store_strided(acc + d, row_bytes, tile)
 
     return pv

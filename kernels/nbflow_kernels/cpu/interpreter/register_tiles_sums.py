@@ -10,7 +10,12 @@ from nbflow_kernels.cpu.interpreter.memory import LANES, write
 from nbflow_kernels.cpu.interpreter.register_tiles import FloatTile
 
 
-def fold_lanes(tile: FloatTile) -> FloatTile:
+def half_lanes() -> int:
+    """Return 8."""
+    return LANES // 2
+
+
+def fold_lanes(tile: FloatTile, half: Any) -> FloatTile:
     """Return two partial sums of each vector of a tile of two groups, by four tokens."""
     for width in (8, 4, 2):
         tile = tile[..., :width] + tile[..., width:]
