@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from cache_options import check_partition, check_prompt_in_pieces, error
 from safetensors.numpy import load_file, save_file
 from small_models import write_llama
 
@@ -62,16 +62,12 @@ def _reference(folder: Path, ids: np.ndarray, form: str) -> np.ndarray:
         return ReferenceExecutor(program, WeightLoader(program, file, None)).logits(ids)
 
 
-def _error(a: Any, b: Any) -> float:
-    return float(np.abs(np.subtract(a, b)).max() / np.abs(b).max())
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_pre_rope_keys_change_nothing_in_exact_arithmetic(name):
     folder = FAMILIES / name
     ids = np.arange(2, 14) % resolve(folder).spec.vocab_size
     # float64 sums of up to 64 terms, 4 layers, against the largest logit
-    assert _error(_reference(folder, ids, "pre_rope"), _reference(folder, ids, "post_rope")) < 1e-12
+    assert error(_reference(folder, ids, "pre_rope"), _reference(folder, ids, "post_rope")) < 1e-12
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -80,7 +76,7 @@ def test_engine_equals_the_reference(name):
     ids = np.arange(2, 42) % resolve(folder).spec.vocab_size
     with nbflow.load(folder, kv="f32", kv_keys="pre_rope") as model:
         # the tolerance of golden logits in float32, tests/models
-        assert _error(model.logits(ids), _reference(folder, ids, "post_rope")) < 3e-6
+        assert error(model.logits(ids), _reference(folder, ids, "post_rope")) < 3e-6
 
 
 def test_a_large_bias_costs_nothing_before_rope(checkpoint, ids):
@@ -88,30 +84,18 @@ def test_a_large_bias_costs_nothing_before_rope(checkpoint, ids):
     errors = {}
     for form in ("post_rope", "pre_rope"):
         with nbflow.load(checkpoint, kv="q4_0/f32", kv_keys=form) as model:
-            errors[form] = _error(model.logits(ids), expected)
+            errors[form] = error(model.logits(ids), expected)
     # the two channels widen the steps of their blocks about BIAS / 3 times
     assert errors["pre_rope"] < errors["post_rope"] / 3
 
 
 @pytest.mark.parametrize("partition", ["0&1", "0;1"])
 def test_partitions_agree_with_one_rank(checkpoint, ids, partition):
-    options = {"kv": "q8_0", "kv_keys": "pre_rope"}
-    with nbflow.load(checkpoint, **options) as model:
-        expected = model.logits(ids)
-    with nbflow.load(checkpoint, partition=partition, **options) as model:
-        found = model.logits(ids)
-    if partition == "0;1":
-        np.testing.assert_array_equal(found, expected)
-    # by tensor the sums of a layer round differently, and a code of 8 bits may fall to either side
-    assert _error(found, expected) < 5e-3
+    check_partition(checkpoint, ids, partition, kv_keys="pre_rope")
 
 
 def test_prompt_in_pieces_is_bitwise_equal(checkpoint, ids):
-    options = {"kv": "q4_0", "kv_keys": "pre_rope"}
-    with nbflow.load(checkpoint, **options) as model:
-        expected = model.logits(ids)
-    with nbflow.load(checkpoint, max_step_tokens=7, **options) as model:
-        np.testing.assert_array_equal(model.logits(ids), expected)
+    check_prompt_in_pieces(checkpoint, ids, kv_keys="pre_rope")
 
 
 def test_shared_prompts_and_drafts_change_no_token(checkpoint, ids):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from cache_options import check_partition, check_prompt_in_pieces, error
 from small_models import write_llama
 
 import nbflow
@@ -47,17 +47,13 @@ def _reference(folder: Path, ids: np.ndarray, kv: str | None) -> np.ndarray:
         return ReferenceExecutor(program, WeightLoader(program, file, None)).logits(ids)
 
 
-def _error(a: Any, b: Any) -> float:
-    return float(np.abs(np.subtract(a, b)).max() / np.abs(b).max())
-
-
 @pytest.mark.parametrize("kv", ["q4_0", "f16/q8_0", "q8_0/f32"])
 @pytest.mark.parametrize("name", MODELS)
 def test_rotation_changes_nothing_in_exact_arithmetic(name, kv):
     folder = FAMILIES / name
     ids = np.arange(2, 14) % resolve(folder).spec.vocab_size
     # float64 sums of up to 64 terms, 4 layers, against the largest logit
-    assert _error(_reference(folder, ids, kv), _reference(folder, ids, None)) < 1e-12
+    assert error(_reference(folder, ids, kv), _reference(folder, ids, None)) < 1e-12
 
 
 def test_sides_in_formats_of_floats_are_not_rotated(checkpoint):
@@ -84,28 +80,16 @@ def test_engine_equals_the_reference_up_to_the_format(checkpoint, ids):
     expected = _reference(checkpoint, ids, None)
     with nbflow.load(checkpoint, kv="q8_0", kv_rotation="hadamard") as model:
         # 8 bits: each number off by 1/254 of the largest of its block, averaged over the context
-        assert 0 < _error(model.logits(ids), expected) < 2e-2
+        assert 0 < error(model.logits(ids), expected) < 2e-2
 
 
 @pytest.mark.parametrize("partition", ["0&1&2", "0;1"])
 def test_partitions_agree_with_one_rank(checkpoint, ids, partition):
-    options = {"kv": "q8_0", "kv_rotation": "hadamard"}
-    with nbflow.load(checkpoint, **options) as model:
-        expected = model.logits(ids)
-    with nbflow.load(checkpoint, partition=partition, **options) as model:
-        found = model.logits(ids)
-    if partition == "0;1":
-        np.testing.assert_array_equal(found, expected)
-    # by tensor the sums of a layer round differently, and a code of 8 bits may fall to either side
-    assert _error(found, expected) < 5e-3
+    check_partition(checkpoint, ids, partition, kv_rotation="hadamard")
 
 
 def test_prompt_in_pieces_is_bitwise_equal(checkpoint, ids):
-    options = {"kv": "q4_0", "kv_rotation": "hadamard"}
-    with nbflow.load(checkpoint, **options) as model:
-        expected = model.logits(ids)
-    with nbflow.load(checkpoint, max_step_tokens=7, **options) as model:
-        np.testing.assert_array_equal(model.logits(ids), expected)
+    check_prompt_in_pieces(checkpoint, ids, kv_rotation="hadamard")
 
 
 def test_divergence_of_the_bundled_model_is_smaller():
