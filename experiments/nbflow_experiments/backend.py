@@ -281,7 +281,8 @@ def evaluation_text(setting: str, identity: ModelIdentity, sweep_folder: Path) -
     path = identity.folder / "eval.txt"
     if not path.is_file():
         raise UsageError(
-            f"{identity.model} brings no eval.txt; name a text file with [settings] eval_text = ..."
+            f"{identity.model} brings no eval.txt; name a text with --eval-text FILE, or in the "
+            "sweep file with [settings] eval_text = ..."
         )
     return path
 

@@ -159,7 +159,8 @@ def check_value(name: str, value: object, where: str) -> Value:
             raise UsageError(f"{where}: {name} must be at least {known.minimum}, got {value}")
         return value
     if not isinstance(value, str):
-        raise UsageError(f'{where}: {name} must be text in quotes, got {value!r}; write "{value}"')
+        hint = f'; write "{value}"' if isinstance(value, int | float) else ""
+        raise UsageError(f"{where}: {name} must be text in quotes, got {value!r:.200}{hint}")
     if name == "quantizer":
         from nbflow.quantization.prepare import parse_quantizer  # late: loads the engine's readers
 

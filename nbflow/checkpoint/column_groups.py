@@ -25,7 +25,7 @@ class StoredColumns(Protocol):
         """Return the stored columns of a span, padding included."""
 
     def extra_bytes(self, columns: Span) -> int:
-        """Return the bytes that a span needs beside its blocks."""
+        """Return the bytes that a span needs besides its blocks."""
 
 
 @dataclass(frozen=True)

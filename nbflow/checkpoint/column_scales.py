@@ -1,4 +1,4 @@
-"""Factors of columns beside quantized matrices: ModelOpt's and torchao's AWQ and SmoothQuant.
+"""Factors of columns stored with quantized matrices: ModelOpt's and torchao's AWQ and SmoothQuant.
 
 The columns of a matrix X.weight (N, K) were divided by them before it was quantized, so that the
 activations are multiplied by them: X.pre_quant_scale (K) of ModelOpt, X._weight_act_pre_scale of
@@ -147,6 +147,12 @@ def _joined(entry: TensorEntry, factors: TensorEntry) -> TensorEntry:
     factors.file.read_into(read.view(np.uint8).data, factors.offset)
     read = read.astype(read.dtype.newbyteorder("="))
     wide = widen(read, factors.dtype) if factors.dtype == "bf16" else read.astype(np.float32)
+    wrong = np.flatnonzero(~np.isfinite(wide) | (wide == 0))
+    if len(wrong):
+        raise UsageError(
+            f"{where} must be finite and not zero, got {wide[wrong[0]]} for column {wrong[0]}; the "
+            "file is damaged: download or quantize it again"
+        )
     of_columns = ColumnScales(wide.tobytes(), entry.dtype)
     kind = ScaledColumns if entry.dtype in ITEM_BYTES else ScaledColumnsOfBlocks
     return replace(entry, scaled=kind(entry.scaled, factors, of_columns))

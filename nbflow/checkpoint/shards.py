@@ -30,11 +30,21 @@ def find_in_folder(folder: Path) -> Path:
     for name in NAMES:
         if (folder / name).is_file():
             return folder / name
+    refuse_adapter(folder)
     weights = sorted(p.name for p in folder.glob("*") if p.suffix in _SUFFIXES)
     found = f"; to read a file of it, name the file: {', '.join(weights[:8])}" if weights else ""
     raise UsageError(
         f"{folder}: the folder must hold {NAMES[1]} or {NAMES[3]}, or the index of either{found}"
     )
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise for a folder with an adapter (LoRA and the like) of a model."""
+    if (folder / "adapter_config.json").is_file():
+        raise UsageError(
+            f"{folder}: holds an adapter (adapter_config.json), not a model; merge it into its "
+            "base model and save that: peft's model.merge_and_unload().save_pretrained(FOLDER)"
+        )
 
 
 def open_checkpoint(

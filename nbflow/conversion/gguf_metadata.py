@@ -9,7 +9,7 @@ import numpy as np
 from nbflow.checkpoint.readers import gguf
 from nbflow.checkpoint.writers.gguf import BOOL, F32, I32, U32
 from nbflow.conversion.gguf_recurrent import is_recurrent, recurrent_metadata
-from nbflow.spec.architecture import LatentSpec, MoeSpec
+from nbflow.spec.layer_specs import LatentSpec, MoeSpec
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.position import LinearRopeScaling, LongRopeScaling, YarnRopeScaling
 

@@ -31,9 +31,9 @@ from nbflow.conversion.gguf_recurrent import (
 )
 from nbflow.conversion.plan import TensorConversion
 from nbflow.conversion.tensor_rows import ModelRows, Rows, StoredRows
-from nbflow.spec.architecture import RopeSpec
 from nbflow.spec.family import Family, family_of
 from nbflow.spec.from_config import build_spec
+from nbflow.spec.layer_specs import RopeSpec
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.tensor_names import FUSED
 from nbflow_kernels.errors import UsageError

@@ -22,6 +22,8 @@ class CpuThreads(NamedTuple):
     n: int
     cores: tuple[int, ...] = ()
     """Processors to which they are pinned; empty: not pinned."""
+    crowded: bool = False
+    """The ranks have more threads than cores."""
 
 
 def fair_threads(comm: Comm, numbers: Sequence[int]) -> int:
@@ -69,13 +71,14 @@ def cpu_threads(
     """
     if pin_threads and not pinning.can_pin():
         raise UsageError("pin_threads needs Linux; bind ranks with the launcher instead")
+    mine, ranks = _affinities(comm, numbers)
+    crowded = threads * _sharing(mine, ranks) > available_cores()
     dealt: Sequence[Sequence[int]] = [()] * len(numbers)
     if comm.bcast_object(pin_threads or pinning.is_requested()) and pinning.can_pin():
-        _, ranks = _affinities(comm, numbers)
         known = pinning.places(frozenset().union(*(cores for _, cores in ranks)))
         dealt = pinning.deal(ranks, known)
     return {
-        number: CpuThreads(threads, tuple(cores))
+        number: CpuThreads(threads, tuple(cores), crowded)
         for number, cores in zip(numbers, dealt, strict=True)
     }
 
@@ -109,6 +112,12 @@ def shared_cores(
         for core in cores
     )
     return max(1, int(sum(parts) + 1e-9))
+
+
+def _sharing(mine: Affinity, ranks: Sequence[Affinity]) -> int:
+    """Return the number of ranks that may run on a processor of this one."""
+    host, cores = mine
+    return sum(other == host and bool(cores & theirs) for other, theirs in ranks)
 
 
 def within_quota(threads: int, quota: int | None, hosts: Sequence[str]) -> int:

@@ -56,7 +56,7 @@ class Transport:
     name: str
     """Transport, of `TRANSPORTS`."""
     reason: str = ""
-    """Why a faster transport is impossible; empty for the fastest and for a selected one."""
+    """Reason that rules out a faster transport; empty for the fastest and for a selected one."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class DeviceComms:
     transport: Transport | None = None
     """Transport of this rank's stage, of the model if it is alone in its stage."""
     fallback: str = ""
-    """Why ranks on CUDA devices do not use NCCL; empty where they do, or need not."""
+    """Reason why ranks on CUDA devices do not use NCCL; empty where they do, or need not."""
     overlap: bool = False
     """Overlap all-reduce and compute (`nbflow.executor.overlap`); the same on all ranks."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from nbflow_kernels.errors import UsageError
 
-_RANK = r"\d+(?::\d+(?:\.\d+)?)?"
+_RANK = r"[0-9]{1,9}(?::[0-9]{1,9}(?:\.[0-9]{1,9})?)?"
 _STRING = re.compile(rf"{_RANK}(?:[;,&|/]{_RANK})*")
 
 
@@ -50,7 +50,7 @@ def parse_replicas(text: str) -> tuple[Stages, ...]:
     >>> [[[str(m) for m in stage] for stage in stages] for stages in parse_replicas("0:2;1/2;3")]
     [[['0:2'], ['1']], [['2'], ['3']]]
     """
-    compact = re.sub(r"\s", "", text)
+    compact = re.sub(r"\s*([;,&|/:])\s*", r"\1", text.strip())
     if not _STRING.fullmatch(compact):
         raise UsageError(
             "partition must be rank numbers separated by ';' (stages of layers), '&' (ranks that "

@@ -18,26 +18,25 @@ import numpy as np
 
 from nbflow.utils.rank_status import hang_seconds
 from nbflow_kernels.cpu import atomics, interpreter, jit, simd
-from nbflow_kernels.cpu.cpu_quota import available_cores
 from nbflow_kernels.cpu.graph import GraphNode
-from nbflow_kernels.cpu.parallel_for import get_num_threads
 from nbflow_kernels.cpu.simd_memory import load_first, read_i64, store_first, write_i64
 
 # Indices of int64 cells, a cache line apart; `_RANKS` is the first line of rank 0.
-_ARRIVED, _FAILED, _SPINS, _YIELD, _SLEEP, _SLEEPS, _RANKS = 0, 8, 16, 17, 18, 19, 24
+_ARRIVED, _FAILED, _YIELD, _SLEEP, _SLEEPS, _RANKS = 0, 8, 16, 17, 18, 24
 _DONE, _SENT, _STAGING, _CAPACITY, _PUBLISHED = 0, 1, 2, 3, 4
 """Cells of a rank: exchanges done, bytes sent, its memory and number of floats, two addresses."""
 LINE = 8
-SPINS, FEW_SPINS, YIELDS, SLEEP_US = 20_000, 50, 500, 50
-"""Polls of a waiting rank with a pause (few where ranks share cores), then with a yield; then
-microseconds of a sleep.  `nbflow_kernels.cpu.thread_pool` waits alike."""
+SPINS, YIELDS, SLEEP_US = 50, 500, 50
+"""Polls of a waiting rank with a pause, then with a yield; then microseconds of a sleep.  With as
+many spins as in `nbflow_kernels.cpu.thread_pool`, generation was three times slower beside other
+programs."""
 LANES = 16
 
 
 @jit.device_function
 def _wait(cells: Any, target: Any) -> Any:
     """Wait until `target` ranks have arrived in all; False if a rank has failed or is too late."""
-    for _ in range(read_i64(cells + 8 * _SPINS)):
+    for _ in range(SPINS):
         if atomics.load(cells + 8 * _ARRIVED) >= target:
             return True
         atomics.pause()
@@ -85,8 +84,6 @@ class SharedSums:
         self._cells = memory[-memory.ctypes.data % 64 // 8 :]  # starts with a cache line
         self._stagings: list[np.ndarray] = []
         """Memory that ranks read from, kept while they may; sizes at least double."""
-        spins = SPINS if size * get_num_threads() <= available_cores() else FEW_SPINS
-        self._cells[_SPINS] = spins
         self._cells[_YIELD], self._cells[_SLEEP] = map(_address, ("sched_yield", "usleep"))
         self._cells[_SLEEPS] = round(3e6 * hang_seconds() / SLEEP_US)
 

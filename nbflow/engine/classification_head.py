@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.checkpoint import WeightFile
-from nbflow.spec.architecture import ClassifierSpec
+from nbflow.spec.layer_specs import ClassifierSpec
 from nbflow.spec.model_spec import ModelSpec
 
 _ACTIVATIONS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {

@@ -17,6 +17,7 @@ from nbflow.engine.outputs import RequestDelta, RequestOutput, StepOutput, Token
 from nbflow.engine.request import DraftProposer, Proposals, Request
 from nbflow.engine.scheduler import ScheduledRequest, Scheduler
 from nbflow.executor.executor import Executor
+from nbflow.executor.step import Step
 from nbflow.kv_cache import BlockTable, KVStorage
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.tokenization import Tokenizer
@@ -33,7 +34,7 @@ class EncoderCache(Protocol):
 
 
 class StepRunner(Protocol):
-    """Worker of one rank, as pipeline, evaluator and cross-attention cache use it."""
+    """Worker of one rank, as pipeline, evaluator, multi-step and cross-attention use it."""
 
     comm: Comm
     spec: ModelSpec
@@ -57,6 +58,17 @@ class StepRunner(Protocol):
         types: Sequence[int] | None = None,
         n_logits: int | None = None,
     ) -> None: ...
+
+    def make_step(
+        self,
+        sequences: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        logit_rows: Sequence[int],
+        types: Sequence[int] | None = None,
+        n_logits: int | None = None,
+    ) -> Step: ...
+
+    def prepare(self) -> None: ...
 
     def dispatch_step(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput: ...
 

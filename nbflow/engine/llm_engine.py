@@ -311,8 +311,7 @@ class LLMEngine:
     def _wake(self) -> None:
         """Make the engine's thread look for input: now, or after the decode step that it runs."""
         self._lock.notify_all()
-        if (decode := self._worker.decode) is not None:
-            decode.stop[0] = 1
+        self._worker.multi_step.stop()
 
     def stats(self) -> EngineStats:
         """Return current statistics."""

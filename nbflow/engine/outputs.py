@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from nbflow.engine.detokenizer import IncrementalDetokenizer
+from nbflow.engine.errors import ERROR_BYTES, encoded
 from nbflow.engine.request import FinishReason, Request, TopLogprobs
 from nbflow.engine.sampler import (
     TOP_COLUMN,
@@ -38,8 +40,6 @@ from nbflow_kernels.errors import UsageError
 
 FAILED_TOKEN = -1
 """Marks a request that failed, in place of a token."""
-ERROR_BYTES = 512
-"""Bytes of an error message sent to the other ranks."""
 
 
 @dataclass(slots=True)
@@ -286,17 +286,14 @@ class StepOutput:
         """Return the errors of these requests for other ranks, uint8 (B, `ERROR_BYTES`)."""
         array = np.zeros((len(failed), ERROR_BYTES), np.uint8)
         for line, request in zip(array, failed, strict=True):
-            error = self.errors[request.id]
-            line[0] = isinstance(error, UsageError)
-            text = (str(error) if line[0] else f"{type(error).__name__}: {error}").encode()
-            line[1 : 1 + len(text)] = np.frombuffer(text[: ERROR_BYTES - 1], np.uint8)
+            data = encoded(self.errors[request.id])
+            line[: len(data)] = np.frombuffer(data, np.uint8)
         return array
 
     def decode_errors(self, failed: Sequence[Request], array: np.ndarray) -> None:
         """Set the errors from the `encode_errors` of another rank."""
         for line, request in zip(array, failed, strict=True):
-            text = line[1:].tobytes().rstrip(b"\0").decode(errors="replace")
-            self.errors[request.id] = (UsageError if line[0] else RuntimeError)(text)
+            self.errors[request.id] = pickle.loads(line.tobytes())
 
     @staticmethod
     def _fill_prompt_logprobs(logits: np.ndarray, ids: np.ndarray, array: np.ndarray) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import platform
 import time
 from collections import Counter
@@ -22,16 +21,17 @@ from nbflow.distributed.comm import Comm, RankError
 from nbflow.distributed.device_comms import DeviceComms
 from nbflow.distributed.plan import Plan, make_plan
 from nbflow.engine.cross_attention import CrossAttentionCache
+from nbflow.engine.errors import ERROR_BYTES
 from nbflow.engine.evaluator import MAX_LOGIT_BYTES, PromptEvaluator
-from nbflow.engine.multi_step import MAX_STEPS, MultiStepDecode
-from nbflow.engine.outputs import ERROR_BYTES, RequestDelta, StepOutput
+from nbflow.engine.multi_step_runner import MultiStepRunner
+from nbflow.engine.outputs import RequestDelta, StepOutput
 from nbflow.engine.pipeline import Pipeline
 from nbflow.engine.replicas.address import own_addresses
 from nbflow.engine.request import FinishReason, Proposals, Request
 from nbflow.engine.scheduler import ScheduledRequest, Scheduler
 from nbflow.engine.search.runtime import fork_sequences
 from nbflow.engine.token_times import TokenTimes
-from nbflow.executor import HOST, CpuExecutor, Device, Step, WeightLoader, make_executor, make_step
+from nbflow.executor import HOST, Device, Step, WeightLoader, make_executor, make_step
 from nbflow.executor.device_memory import DeviceMemory
 from nbflow.kv_cache import BlockTable, StateStorage, StateTable, make_storage
 from nbflow.options import OffloadConfig
@@ -41,7 +41,6 @@ from nbflow.program.cost import bytes_sent
 from nbflow.program.read_operand import operand_bytes
 from nbflow.quantization.policy import Weights
 from nbflow.quantization.quantizer_options import QuantizerOptions
-from nbflow.sampling.strategy import no_distribution
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.utils.rank_status import WAITING, WORKING, status
 from nbflow.utils.system import available_memory_bytes, peak_rss_bytes, reset_peak_rss
@@ -51,8 +50,6 @@ from nbflow_kernels.errors import UsageError
 StepLimits = tuple[int | None, int | None, int | None, bool, int]
 """Arguments of `Worker.configure`."""
 NO_LIMITS: StepLimits = (None, None, None, False, 0)
-MAX_MULTI_STEP_DECODES = 32
-"""Most cached multi-step buffers, one for each strategy and batch size."""
 
 
 class Worker(TokenTimes):
@@ -76,7 +73,7 @@ class Worker(TokenTimes):
         encoding: QuantizerOptions,
         activations: str,
         kv: str,
-        threads: tuple[int, Sequence[int]],
+        threads: tuple[int, Sequence[int], bool],
         max_step_tokens: int,
         page_size: int = PAGE_SIZE,
         place: Device = HOST,
@@ -138,9 +135,7 @@ class Worker(TokenTimes):
         self._limits = NO_LIMITS
         self._sent_before = self._sent()  # communicators are shared with earlier models
         self._predicted_bytes = 0
-        self._multi_step_decodes: dict[tuple[Any, ...], MultiStepDecode] = {}
-        self.decode: MultiStepDecode | None = None  # the last one; another thread may end it
-        self._step_s = math.inf
+        self.multi_step = MultiStepRunner(self)
         count = functools.partial(bytes_sent, self.program, self.mine.rank)
         self._bytes_sent = functools.cache(count)
 
@@ -172,9 +167,9 @@ class Worker(TokenTimes):
         default).
         """
         self.executor.device.activate()
-        step = self._make_step(sequences, tokens, logit_rows, types, n_logits)
+        step = self.make_step(sequences, tokens, logit_rows, types, n_logits)
         try:
-            self._prepare()
+            self.prepare()
             self.executor.run(step)
         except UsageError as error:  # memory or device of this rank; the others continue
             if self.comm.size == 1:
@@ -183,7 +178,7 @@ class Worker(TokenTimes):
         if self.comm.size > 1:
             self._predicted_bytes += sum(self._bytes_sent(*n) for n in self.executor.sizes(step))
 
-    def _make_step(
+    def make_step(
         self,
         sequences: Sequence[int],
         tokens: Sequence[Sequence[int]],
@@ -191,6 +186,7 @@ class Worker(TokenTimes):
         types: Sequence[int] | None = None,
         n_logits: int | None = None,
     ) -> Step:
+        """Return the inputs of a forward pass; see `run_step`."""
         memory = None if self.cross_attention is None else self.cross_attention.table
         return make_step(
             self.table, sequences, tokens, logit_rows, types, memory,
@@ -327,8 +323,8 @@ class Worker(TokenTimes):
         try:
             if self.cross_attention is not None:
                 self.cross_attention.update(self.scheduler.running)
-            if self._can_multi_step(scheduled):
-                return self._multi_step(scheduled, burst_s)
+            if self.multi_step.can_run(scheduled):
+                return self.multi_step.run(scheduled, burst_s)
             return self.collect_step(scheduled, self.dispatch_step(scheduled))
         except Exception as error:
             if self.comm.size > 1:
@@ -410,83 +406,9 @@ class Worker(TokenTimes):
             for old, new in forks:
                 self.cross_attention.table.fork(old, new)
 
-    def _can_multi_step(self, scheduled: Sequence[ScheduledRequest]) -> bool:
-        """Return whether all requests decode and none waits, so that several steps can run."""
-        return (
-            isinstance(self.executor, CpuExecutor)
-            and self.comm.size == 1
-            and all(w.request.is_generating and w.request.n_proposed == 0 for w in scheduled)
-            and all(w.request.search is None for w in scheduled)
-            and len(scheduled) == len(self.scheduler.running)
-            and MultiStepDecode.can_run([w.request for w in scheduled])
-        )
-
-    def _multi_step(
-        self, scheduled: Sequence[ScheduledRequest], burst_s: float
-    ) -> list[RequestDelta]:
-        """Run several decode steps of these requests."""
-        requests = [w.request for w in scheduled]
-        fitting = max(1, min(MAX_STEPS, int(burst_s / self._step_s)))
-        n_steps = min(fitting, *(r.max_tokens - len(r.ids) for r in requests))
-        until_long = (self.scheduler.n_until_long_rope(r) for r in requests)
-        n_steps = self._reserve(requests, min(n_steps, *until_long))
-        key = MultiStepDecode.key(requests)
-        if key not in self._multi_step_decodes:
-            if len(self._multi_step_decodes) >= MAX_MULTI_STEP_DECODES:
-                self._multi_step_decodes.clear()
-            self._multi_step_decodes[key] = MultiStepDecode(*key)
-        decode = self.decode = self._multi_step_decodes[key]
-        errors = decode.begin(requests)
-        if errors:  # the others decode in the next step
-            for b, error in errors.items():
-                requests[b].fail(error)
-            return [RequestDelta(requests[b]) for b in errors]
-        assert isinstance(self.executor, CpuExecutor)
-        step = self._make_step(
-            [r.id for r in requests], [r.pending for r in requests], range(len(requests))
-        )
-        self._prepare()
-        started = time.perf_counter()
-        self.executor.run_repeated(
-            step,
-            decode,  # the calls write to its arrays
-            lambda bound: decode.calls(bound, self.executor.buffer("logits", len(requests))),
-            n_steps,
-            decode.stop,
-        )
-        done = int(decode.n_steps[0])
-        self._step_s = (time.perf_counter() - started) / done
-        tokens, logprobs = (a[:, :done].tolist() for a in (decode.tokens, decode.token_logprobs))
-        outputs = []
-        for b, request in enumerate(requests):
-            n_before = len(request.ids)
-            self.table.extend(request.id, done - 1)
-            request.n_computed += done
-            for s, token in enumerate(tokens[b]):
-                if token < 0:
-                    request.fail(no_distribution())
-                    break
-                request.accept(token, logprobs[b][s] if request.wants_logprobs else math.nan)
-            self.scheduler.commit(request)
-            outputs.append(RequestDelta(request))
-            outputs[-1].add(n_before)
-        return outputs
-
-    def _reserve(self, requests: Sequence[Request], n_steps: int) -> int:
-        """Reserve pages for `n_steps` steps, or fewer if pages are short; return the steps."""
-        table = self.table
-        while n_steps > 1:
-            missing = sum(table.n_missing_pages(r.id, n_steps) for r in requests)
-            if missing <= table.n_available:
-                break
-            n_steps //= 2
-        for request in requests:
-            table.reserve(request.id, n_steps)
-        return n_steps
-
     # ---- pages, messages, statistics ----------------------------------------------------------
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         """Set the number of threads, grow the KV cache and copy pages for the next step."""
         set_num_threads(*self._threads)  # another model of this thread may have changed it
         if self.table.n_pages > self.storage.n_pages:

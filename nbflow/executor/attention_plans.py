@@ -10,7 +10,7 @@ from nbflow.executor.executor import Executor
 from nbflow.executor.step_buffers import StepArrays
 from nbflow.kv_cache.storage import LAYOUT
 from nbflow.program.records import Mask, Op, mask_of
-from nbflow.spec.architecture import HeadShape, RopeSpec
+from nbflow.spec.layer_specs import HeadShape, RopeSpec
 from nbflow_kernels.attention.cpu.scheduler import schedule
 from nbflow_kernels.attention.cpu.variants import set_variant
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into

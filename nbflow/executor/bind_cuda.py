@@ -226,7 +226,9 @@ class CudaBinder(Binder):
         x, router = (self.view(name) for name in op.inputs)
         bias, options = expert_biases(op, self._spec, weights.bias[index]), spec.routing
         out, held = self.view(op.out), op.attrs["experts"]
-        runner = MoERunner(x, weights.operands[index], held, spec.top_k, op, out, bias)
+        # fused layers multiply experts in float32 with int8 activations, too
+        arithmetic = "bf16" if self.executor.activations == "bf16" else "f32"
+        runner = MoERunner(x, weights.operands[index], held, spec.top_k, op, out, bias, arithmetic)
         self.workspaces += runner.workspaces
         self.scratch += runner.constants
 

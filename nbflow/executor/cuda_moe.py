@@ -21,13 +21,14 @@ class MoERunner:
 
     `held` are the first expert and the end of those of this rank.  `matrices` are those of gate, up
     and down (up and down without gates): a stack (E, N, K) of each, or all matrices one by one.
+    `arithmetic` is that of the products, as of `nbflow_kernels.grouped_matmul`.
     """
 
     def __init__(
         self, x: Any, matrices: Sequence[Any], held: tuple[int, int], top_k: int, op: Op, out: Any,
-        bias: ExpertBiases,
+        bias: ExpertBiases, arithmetic: str,
     ) -> None:  # fmt: skip
-        self._x, self._out, self._bias = x, out, bias
+        self._x, self._out, self._bias, self._arithmetic = x, out, bias, arithmetic
         self._first, n = held[0], held[1] - held[0]
         self._gated, self._activation = op.attrs.get("gated", True), op.attrs["activation"]
         n_kinds = 3 if self._gated else 2
@@ -36,7 +37,8 @@ class MoERunner:
         first, self._downs = list(parts[:-1]), parts[-1]
         self._first_products = first
         n_pairs, width = len(x) * top_k, (first[0] if stacked else first[0][0]).shape[-2]
-        self.waits = not stacked or n_pairs >= experts.MIN_ROWS_TO_SYNC * n
+        at_once = stacked and all(experts.multiplies_at_once(w, arithmetic) for w in parts)
+        self.waits = not at_once or n_pairs >= experts.MIN_ROWS_TO_SYNC * n
         """True if the host must wait to learn the active experts."""
         device = device_of(x)
         self.workspaces: list[Any] = []
@@ -78,10 +80,13 @@ class MoERunner:
         biases = (bias.gate, bias.up) if self._gated else (bias.up,)
         for i, (matrices, own) in enumerate(zip(self._first_products, biases, strict=True)):
             part = self._both[:, i * width : (i + 1) * width]
-            experts.grouped(x, matrices, self._indptr, own, part, self._rows)
+            experts.grouped(x, matrices, self._indptr, own, part, self._rows, self._arithmetic)
         if self._gated:
             activations.glu(self._both, self._activation, True, self._hidden)
         else:
             activations.elementwise(self._both, self._activation, self._hidden)
-        experts.grouped(self._hidden, self._downs, self._indptr, bias.down, self._results)
+        experts.grouped(
+            self._hidden, self._downs, self._indptr, bias.down, self._results, None,
+            self._arithmetic,
+        )  # fmt: skip
         experts.combine(self._results, scores, self._inverse, False, self._out)

@@ -20,7 +20,7 @@ from nbflow.executor.weight_loader import WeightLoader
 from nbflow.kv_cache.state_storage import StateStorage
 from nbflow.kv_cache.storage import KVStorage
 from nbflow.program.records import Op, Program
-from nbflow.spec.architecture import RopeSpec
+from nbflow.spec.layer_specs import RopeSpec
 
 MIN_ROWS = 8
 """Rows that a buffer has at least."""

@@ -33,7 +33,7 @@ SANITIZED = (
     "merge_states-five_with_empty_ones",
     "rmsnorm-ragged",
 )
-"""Cases for compute-sanitizer, beside steps of a small model (`one_case.MODEL`)."""
+"""Cases for compute-sanitizer, besides steps of a small model (`one_case.MODEL`)."""
 ALL_LIMIT_S, ONE_LIMIT_S = 100.0, 40.0
 TOOLS = ("memcheck", "racecheck", "synccheck")
 _OUTCOME = re.compile(

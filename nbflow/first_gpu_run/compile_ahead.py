@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbflow
@@ -16,12 +17,18 @@ from nbflow.benchmark.timing import Test, time_test
 from nbflow.first_gpu_run.models import BATCHES
 from nbflow.first_gpu_run.random_model import SHAPES, write
 from nbflow_kernels import cuda
-from nbflow_kernels.cuda import bundle, probes
+from nbflow_kernels.benchmarks import device_bandwidth, gpu
+from nbflow_kernels.cuda import all_reduce, bundle, probes
+from nbflow_kernels.cuda.kernel import Kernel
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.matmul.cuda import same_bits
+from nbflow_kernels.norm import cuda_tensor_parallel
 from nbflow_kernels.testing import cuda_compile_all as ahead
 
-MODELS = tuple(f"{shape}/{format}" for shape in ("1.1b", "7b") for format in ("q4_0", "q4_k"))
+MODELS = (
+    *(f"{shape}/{format}" for shape in ("1.1b", "7b") for format in ("q4_0", "q4_k")),
+    "3.4b-moe/q4_0",
+)
 _TESTS = (*(Test(0, 2, batch) for batch in BATCHES), *(Test(n, 0) for n in (64, 512)))
 
 
@@ -59,7 +66,17 @@ def compile_one(name: str) -> str:
     return ""
 
 
+def unlaunched() -> Iterator[Kernel]:
+    """Yield the kernels that neither a case of an op nor a step of these models launches."""
+    yield from (gpu.copy_kernel, device_bandwidth.read_kernel)
+    yield from (cuda_tensor_parallel.sum_squares_kernel, cuda_tensor_parallel.rms_kernel)
+    yield all_reduce.ordered_sum_kernel
+    for algorithm in ("one_shot", "two_shot"):
+        yield from (all_reduce.kernel_of(algorithm, dtype) for dtype in all_reduce.DTYPES)
+
+
 def _compile_probes() -> None:
+    """Compile the probes and the kernels of `unlaunched`."""
     import nbflow_ptx.cupy_stand_in as arrays
 
     device = cuda.device_of(arrays.zeros(1))
@@ -70,6 +87,8 @@ def _compile_probes() -> None:
     if device.arch == "sm_90":
         for dtype in ("float16", "uint16"):
             same_bits(device, dtype)
+    for kernel in unlaunched():
+        kernel.prepare(device)
 
 
 def _compile_model(shape: str, format: str) -> None:

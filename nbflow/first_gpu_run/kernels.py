@@ -14,7 +14,7 @@ from nbflow.first_gpu_run.sections import Context
 from nbflow_kernels import cuda
 from nbflow_kernels.benchmarks import gpu, gpu_worker
 from nbflow_kernels.benchmarks.gpu_calls import kind
-from nbflow_kernels.cuda import cache, probes
+from nbflow_kernels.cuda import all_reduce, cache, probes
 from nbflow_kernels.op_case import OpCase
 from nbflow_kernels.op_registry import all_cases
 from nbflow_kernels.testing import checks
@@ -42,6 +42,7 @@ def one_of_each_kind(context: Context) -> None:
         "codebook of floats": lambda: _multiplies("nf4_b64_odd", cupy),
         "trellis": lambda: _multiplies("q3t_one_row", cupy),
         "Numba": lambda: _quantizes(cupy),
+        "sums of ranks": lambda: _rank_sums(cupy),
         f"graph of {N_LAUNCHES} launches": lambda: _graph(cupy),
         "200 KB of shared memory": lambda: probes.uses_shared_memory(device, SHARED_BYTES),
     }
@@ -94,6 +95,18 @@ def _decodes(cupy: Any) -> bool:
     qt = nk.quantize(_weights(), "q4_k", quantizer="reference")
     there = nk.dequantize(qt.to_device(cupy.zeros(1, np.uint8)))
     return bool(np.array_equal(cuda.to_host(there), nk.dequantize(qt)))
+
+
+def _rank_sums(cupy: Any) -> bool:
+    """Return whether sums of two ranks, both on this device, are added in order."""
+    parts = np.random.default_rng(0).standard_normal((2, 1000), dtype=np.float32)
+    x, out = cupy.asarray(parts), cupy.zeros(1000, np.float32)
+    all_reduce.ordered_sum(x, out)
+    memory = cupy.zeros((2, all_reduce.memory_bytes(4000)), np.uint8)
+    bases = [cuda.address(memory[rank]) for rank in range(2)]
+    reduce = all_reduce.AllReduce(bases, -1, 4000, cuda.device_of(x), n_blocks=2)
+    found = (cuda.to_host(out), *cuda.to_host(reduce(x)))
+    return all(np.array_equal(sums, parts[0] + parts[1]) for sums in found)
 
 
 def _graph(cupy: Any) -> bool:

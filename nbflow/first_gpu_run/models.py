@@ -32,7 +32,9 @@ COPY_BYTES = 1 << 28
 def one_model(context: Context, shape: str, format: str) -> None:
     """Load a model of random weights and time it; `shape` and `format` name it."""
     cupy = context.cupy()
-    chosen, format = ("tiny", EMULATED_FORMAT) if context.emulator else (shape, format)
+    chosen = shape
+    if context.emulator:
+        chosen, format = ("tiny-moe" if SHAPES[shape].n_experts else "tiny"), EMULATED_FORMAT
     device = "emulator" if context.emulator else "cuda"
     copy = None if context.emulator else _copy_bandwidth(cupy)
     with tempfile.TemporaryDirectory(prefix="nbflow-") as folder:

@@ -70,7 +70,7 @@ SECTIONS = (
     ),
     Section(
         "kernels", 90, "kernels.one_of_each_kind",
-        "CUDA C++, decoders, Numba, a graph, 200 KB of shared memory, a cluster",
+        "CUDA C++, decoders, Numba, sums of ranks, a graph, 200 KB of shared memory, a cluster",
     ),
     Section("gemv", 180, "kernels.benchmark", "benchmark: products of few rows", ("gemv",)),
     Section("attention", 60, "kernels.benchmark", "benchmark: decode attention", ("attention",)),
@@ -80,8 +80,11 @@ SECTIONS = (
             f"model_{shape}_{format}", limit_s, "models.one_model",
             f"a {shape} model in {format}: tokens/s of 1, 8, 32 sequences, memory", (shape, format),
         )
-        for shape, limit_s in (("1.1b", 90), ("7b", 150))
-        for format in ("q4_0", "q4_k")
+        for shape, limit_s, formats in (
+            ("1.1b", 90, ("q4_0", "q4_k")), ("7b", 150, ("q4_0", "q4_k")),
+            ("3.4b-moe", 90, ("q4_0",)),
+        )
+        for format in formats
     ),
     Section("tests", 300, "checks.gpu_tests", "the tests marked gpu"),
     Section("sanitizer", 180, "checks.sanitizer", "compute-sanitizer on ten small cases"),

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from nbflow.spec.architecture import CacheSide
 from nbflow.spec.kv_formats import parse_kv
+from nbflow.spec.layer_specs import CacheSide
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError, unknown_name
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from nbflow.spec.architecture import HeadShape
 from nbflow.spec.kv_formats import Pair, parse_kv
+from nbflow.spec.layer_specs import HeadShape
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kv_cache.formats import KVFormat

@@ -410,7 +410,8 @@ def _link(entry: Any, where: str) -> Link:
 def _positive(value: Any, where: str, zero: bool = False) -> float:
     number = float(check_value(value, where, float))
     if not (number > 0 or (zero and number == 0)) or number == float("inf"):
-        raise UsageError(f"{where} must be a {'' if zero else 'positive '}number, got {value!r}")
+        wanted = "a number from 0" if zero else "a positive number"
+        raise UsageError(f"{where} must be {wanted}, got {value!r}")
     return number
 
 

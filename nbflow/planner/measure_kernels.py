@@ -20,7 +20,7 @@ import nbflow_kernels as nk
 from nbflow.distributed import Comm
 from nbflow.kv_cache.storage import LAYOUT, KVStorage
 from nbflow.planner.rates import CacheCurve, CacheRates, Rates
-from nbflow.spec.architecture import HeadShape
+from nbflow.spec.layer_specs import HeadShape
 from nbflow_kernels import op_registry
 from nbflow_kernels.attention.cpu import launch
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into

@@ -283,7 +283,7 @@ class _HostTimer:
 
     def __init__(self, model: Any, probe: ReadProbe) -> None:
         worker = model.workers[0]
-        worker._can_multi_step = lambda scheduled: False  # several ranks have no bursts
+        worker.multi_step.can_run = lambda scheduled: False  # several ranks have no bursts
         self._model, self._probe, self._evicts = model, probe, False
         self._run, self._kernels_s = worker.executor.run, list[float]()
         worker.executor.run = self._timed_run

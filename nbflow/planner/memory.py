@@ -16,7 +16,7 @@ from nbflow.planner.planned_model import PlannedModel
 from nbflow.program import build, build_cross_kv, fuse
 from nbflow.program.cost import FLOAT32_BYTES, kv_token_bytes, state_row_bytes, workspace_bytes
 from nbflow.program.records import Op, Operand, Program, expert_parts
-from nbflow.spec.architecture import RopeSpec
+from nbflow.spec.layer_specs import RopeSpec
 from nbflow_kernels.formats.memory_size import layout_bytes, storage_bytes
 from nbflow_kernels.moe.cpu_captured import Sizes
 from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows

@@ -12,6 +12,9 @@ process end each step together (`Machine.join_s`), so that a pipeline fills and 
 
     sum(t_s) + d + (m - 1) * max(t_s).
 
+While it begins to fill and has almost drained only one stage works, which has the memory alone: the
+first and the last stage count once with the time that they take alone.
+
 A prompt of n chunks takes as long as a step of n micro-batches.  The remaining time of the stages
 is the bubble.
 
@@ -207,12 +210,12 @@ class _Pipeline:
         self._join_s = machine.join_s if several else 0.0
         self._one_rank_reads = only and all(len(stage.ranks) == 1 for stage in self.stages)
 
-    def _step_times(self, step: StepShape, busy: bool) -> tuple[list[float], float, float]:
+    def _step_times(self, step: StepShape, alone: bool) -> tuple[list[float], float, float]:
         """Return the stage times of a step, the message time, and the share of communication.
 
-        `busy`: several steps are in flight.
+        `alone`: no other step is in flight.
         """
-        alone = self._one_rank_reads and not busy
+        alone = alone and self._one_rank_reads
         times = [stage.seconds(step, self._config, alone) for stage in self.stages]
         between = sum(link.send_s(step.n_tokens * self._row_bytes) for link in self._links)
         slowest, communication = max(times)
@@ -225,14 +228,23 @@ class _Pipeline:
             raise UsageError(f"micro_batches must be at least 1, got {micro_batches}")
         size = -(-workload.batch // m)
         context = min(workload.prompt + (workload.generate + 1) // 2, workload.kv_tokens)
-        times, between, share = self._step_times(StepShape(size, 1, context, size), m > 1)
+        step = StepShape(size, 1, context, size)
+        times, between, share = self._step_times(step, m == 1)
         if self._join_s:
-            seconds = sum(times) + between + (m - 1) * max(times) + self._join_s
+            first = self._filling(times, self._step_times(step, True)[0])
+            seconds = sum(first) + between + (m - 1) * max(times) + self._join_s
         else:
             seconds = max(sum(times) + between, m * max(times))
         seconds += self._broadcast_s
         bubble = 1.0 - m * sum(times) / (len(times) * seconds) if len(times) > 1 else 0.0
         return _Decode(seconds, m, share, max(0.0, bubble))
+
+    @staticmethod
+    def _filling(times: list[float], alone: list[float]) -> list[float]:
+        """Return the stage times of the steps that fill and drain the pipeline."""
+        if len(times) == 1:
+            return times
+        return [alone[0], *times[1:-1], alone[-1]]
 
     def prefill(self, workload: Workload) -> tuple[float, StepShape]:
         """Return the time of the prefill, and its largest step."""
@@ -246,7 +258,7 @@ class _Pipeline:
             for start, end in itertools.pairwise([0, *ends])
         ]
         rounds = workload.batch / together
-        times = [self._step_times(step, len(steps) * rounds > 1) for step in steps]
+        times = [self._step_times(step, len(steps) * rounds == 1) for step in steps]
         first, between, _ = times[0]
         slowest = sum(max(stage_times) for stage_times, _, _ in times)
         seconds = sum(first) + between + rounds * slowest - max(first)

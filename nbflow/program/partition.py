@@ -19,7 +19,7 @@ from string import digits
 from nbflow.distributed.plan import RankPlan
 from nbflow.program.layer_ops import ffn_name, gate, qkv_names
 from nbflow.program.records import Buffer, Op, Operand, Program, expert_parts
-from nbflow.spec.architecture import BIAS_COLUMNS, HeadShape
+from nbflow.spec.layer_specs import BIAS_COLUMNS, HeadShape
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.plugin_ops import OPS, OpPartition
 from nbflow_kernels.errors import UsageError

@@ -108,7 +108,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from nbflow.spec.architecture import HeadShape
+from nbflow.spec.layer_specs import HeadShape
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.state_format import state_bytes
 

@@ -9,7 +9,7 @@ import math
 
 from nbflow.program.layer_ops import add, gate, linear, scale
 from nbflow.program.records import Buffer, Op, Operand
-from nbflow.spec.architecture import SelectiveSpec, StateSpaceSpec
+from nbflow.spec.layer_specs import SelectiveSpec, StateSpaceSpec
 from nbflow.spec.model_spec import ModelSpec
 
 

@@ -199,7 +199,10 @@ def _parsed(data: Mapping[str, Any], where: str) -> WeightFormats:
     for pattern, name in formats.items():
         if not isinstance(name, str):
             raise UsageError(f"{where}: the format of {pattern!r} must be text, got {name!r}")
-        patterns.append((pattern, FORMATS[name].name))
+        try:
+            patterns.append((pattern, FORMATS[name].name))
+        except UsageError as error:
+            raise UsageError(f"{where}: {pattern}: {error}") from None
     facts = data.get("policy", {})
     if not isinstance(facts, dict):
         raise UsageError(f"{where}: [policy] must be a table")

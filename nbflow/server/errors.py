@@ -172,10 +172,12 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 
 def _words(found: ErrorDetails, path: list[int | str]) -> tuple[str, str | None]:
     """Return the message and the field of a finding."""
-    context = found.get("ctx", {})
-    param = str(context.get("param") or ".".join(map(str, path))) or None
+    at, named = ".".join(map(str, path)), found.get("ctx", {}).get("param")
+    param = str(named or at) or None
     message = found["msg"].removeprefix("Value error, ")
     if found["type"] in ("unknown_field", "refused_field", "out_of_bounds"):
+        if at and named and path[-1] != named:  # a field of an object
+            return f"{at}: {message}", f"{at}.{named}"
         return message, param
     if found["type"] == "missing":
         return f"{param or 'the body'} is required", param

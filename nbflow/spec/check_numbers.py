@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from nbflow.spec.architecture import Architecture, HeadShape, LatentSpec, RopeSpec
+from nbflow.spec.architecture import Architecture
 from nbflow.spec.fields import FIELDS, MAX_FLOAT, MAX_INT, check_bounds
+from nbflow.spec.layer_specs import HeadShape, LatentSpec, RopeSpec
 from nbflow.spec.plugin_ops import OPS
 from nbflow.spec.tensor_names import EXPERT_BIASES
 from nbflow_kernels.errors import UsageError

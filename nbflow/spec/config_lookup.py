@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from nbflow.spec.family import ABSENT, Family
+from nbflow.utils.safe_repr import shown
+from nbflow.utils.toml_schema import check_value
+from nbflow_kernels.errors import UsageError
 
 MULTIMODAL = "multimodal_type"
 """Key for rules: the model_type of the model that holds a text model."""
@@ -40,6 +43,35 @@ def lookup(config: Mapping[str, Any], key: str) -> Any:
         else:
             value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+def check_types(
+    family: Family, config: Mapping[str, Any], where: str, given: Container[str]
+) -> None:
+    """Raise `UsageError` unless switches are true or false, and keys with a dot are in tables.
+
+    Otherwise rules would pass over them, as if the keys were absent.  Fields in `given` count not.
+    """
+    for rule in (r for field, rules in family.config.items() if field not in given for r in rules):
+        for key in (*rule.keys, *rule.when):
+            _check_tables(config, full_key(config, key), where)
+        for key, wanted in rule.when.items():
+            value = lookup(config, key) if isinstance(wanted, bool) else None
+            if value is not None:
+                check_value(value, f"{where}: {full_key(config, key)}", bool)
+
+
+def _check_tables(config: Mapping[str, Any], key: str, where: str) -> None:
+    """Raise `UsageError` for a value that is no table where `key` has a name in it."""
+    first, *rest = key.split(".")
+    value: Any = config
+    for i, part in enumerate(rest):
+        value = value.get(first) if isinstance(value, Mapping) else None
+        first = part
+        if isinstance(value, Mapping) or value is None or part.removeprefix("-").isdecimal():
+            continue
+        at = ".".join(key.split(".")[: i + 1])
+        raise UsageError(f"{where}: {at}: must be a table, got {shown(value):.80}")
 
 
 def full_key(config: Mapping[str, Any], key: str) -> str:

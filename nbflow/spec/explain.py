@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nbflow.spec.architecture import LAYER_KINDS
 from nbflow.spec.family import ConfigRule, Family, encoder_of
 from nbflow.spec.fields import FIELDS, REQUIRED, SIZES, show
 from nbflow.spec.formula import names_in
 from nbflow.spec.from_config import build_spec
+from nbflow.spec.layer_specs import LAYER_KINDS
 from nbflow.spec.model_file import ModelFile, load_model_file
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.plugin_ops import OPS

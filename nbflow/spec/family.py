@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.checkpoint.quantization_config import KEY as QUANTIZATION
-from nbflow.spec.architecture import LAYER_KINDS, LayerKind
 from nbflow.spec.fields import FIELDS, LAYER_FIELDS, check_field
 from nbflow.spec.formula import FUNCTIONS, check_formula
+from nbflow.spec.layer_specs import LAYER_KINDS, LayerKind
 from nbflow.spec.plugin_ops import TENSOR_NAME
 from nbflow.spec.tensor_names import FUSED, LINEARS, STACKED_NUMBERS, TENSOR_NAMES
 from nbflow.utils.safe_repr import shown
@@ -431,7 +431,7 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
         raise UsageError(f"{at}: has gives the words of layer_types, or of a list with where")
     if rule.get("largest") and FIELDS[name].kind not in (int, float):
         raise UsageError(f"{at}: largest goes with numbers, such as n_kv_heads")
-    if same_as is not None and same_as not in above:
+    if same_as is not None and (not isinstance(same_as, str) or same_as not in above):
         raise UsageError(f"{at}: {same_as!r} must be a field listed above it")
     if rule.get("count") and name != "n_layers":
         raise UsageError(f"{at}: count goes with n_layers")

@@ -52,7 +52,7 @@ class Field:
     """Lower bound; by default 0 for whole numbers, else -`MAX_FLOAT`."""
     most: float | None = None
     """Upper bound; by default `MAX_INT` for whole numbers, else `MAX_FLOAT`."""
-    absent: tuple[int, ...] = ()
+    absent: tuple[float, ...] = ()
     """Numbers that files write for an absent value."""
 
 

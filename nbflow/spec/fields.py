@@ -7,9 +7,9 @@ source, before it sizes anything.
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
-from nbflow.spec.architecture import Mixer
 from nbflow.spec.field import (
     MAX_CONTEXT,
     MAX_EXPERTS,
@@ -27,6 +27,7 @@ from nbflow.spec.field import (
     check_field,
 )
 from nbflow.spec.layer_input_fields import LAYER_INPUT_FIELDS
+from nbflow.spec.layer_specs import Mixer
 from nbflow.tokenization.special_tokens import MAX_TOKEN_ID, NO_TOKEN
 
 __all__ = [
@@ -277,7 +278,9 @@ FIELDS: dict[str, Field] = {
     ),
     "ssm_state_dim": Field(int, "Mamba-2: numbers of a state per column", 0, most=MAX_WIDTH),
     "ssm_dt_min": Field(float, "Mamba-2: least time step", 0.0, least=0.0),
-    "ssm_dt_max": Field(float, "Mamba-2: largest time step; no limit if absent", None, least=0.0),
+    "ssm_dt_max": Field(
+        float, "Mamba-2: largest time step; no limit if absent", None, least=0.0, absent=(math.inf,)
+    ),
     "ssm_norm": Field(
         ("after_gate", "before_gate", "none"),
         "Mamba-2: norm of its output, after or before the multiplication by silu(z)",
@@ -536,4 +539,4 @@ LAYER_FIELDS: dict[str, Field] = {
         None,
     ),
 }
-"""Keys of a table [layer.NAME]: fields of `nbflow.spec.architecture.LayerKind`."""
+"""Keys of a table [layer.NAME]: fields of `nbflow.spec.layer_specs.LayerKind`."""

@@ -8,7 +8,11 @@ from dataclasses import fields
 from typing import Any
 
 from nbflow.checkpoint.quantization_config import read_quantization
-from nbflow.spec.architecture import (
+from nbflow.spec.config_lookup import check_types, complete, full_key, holds, lookup, same_value
+from nbflow.spec.family import ConfigRule, Family, encoder_of
+from nbflow.spec.fields import FIELDS, MAX_ITEMS, REQUIRED, check_field
+from nbflow.spec.formula import evaluate
+from nbflow.spec.layer_specs import (
     ClassifierSpec,
     HeadShape,
     IndexerSpec,
@@ -16,10 +20,6 @@ from nbflow.spec.architecture import (
     LayerKind,
     MoeSpec,
 )
-from nbflow.spec.config_lookup import complete, full_key, holds, lookup, same_value
-from nbflow.spec.family import ConfigRule, Family, encoder_of
-from nbflow.spec.fields import FIELDS, MAX_ITEMS, REQUIRED, check_field
-from nbflow.spec.formula import evaluate
 from nbflow.spec.layer_types import (
     first_layers,
     layer_kinds,
@@ -89,6 +89,7 @@ def build_spec(
     """
     config = complete(config, family)
     _refuse_unsupported(family, config, where)
+    check_types(family, config, where, override or ())
     held = () if checkpoint_tensors is None else checkpoint_tensors
     values = _values(family, config, where, override or {}, held)
     if values["dynamic_mask_keys"]:  # longer contexts would leave keys out
@@ -250,8 +251,8 @@ def _from_config(
             value = False  # as in the published code, where null is not true
         if value is None or value == {}:  # an empty table of scalings is absent
             continue
-        if rule.optional and value in _INFINITY:  # no limit
-            continue
+        if value == _INFINITY:
+            value = math.inf
         if rule.count:
             value = len(check_value(value, f"{where}: {key}", str if type(value) is str else [str]))
         if rule.kinds:
@@ -262,9 +263,7 @@ def _from_config(
                 value = list(map(str, value[:MAX_ITEMS]))
             is_pattern = isinstance(value, str)
             each = tuple(value) if is_pattern else check_value(value, f"{where}: {key}", [str])
-            if len(each) > MAX_ITEMS:
-                raise UsageError(f"{where}: {key}: may have at most {MAX_ITEMS} entries")
-            return layers_with(rule.where, each)
+            return layers_with(rule.where, _of_layers(each, rule.where, f"{where}: {key}", values))
         if rule.values:
             at = f"{where}: {full_key(config, key)}"
             if isinstance(value, str) and isinstance(FIELDS[field].kind, list):  # a letter each
@@ -295,14 +294,30 @@ def _from_config(
     return rule.default
 
 
-_INFINITY = (math.inf, {"__float__": "Infinity"})
-"""Infinity in config.json, also as transformers 5 writes it."""
+_INFINITY = {"__float__": "Infinity"}
+"""Infinity in config.json as transformers 5 writes it."""
+_MLP_TYPES = ("dense", "sparse")
+"""Words of mlp_layer_types."""
 
 
 def _is_switch(field: str, rule: ConfigRule) -> bool:
     """Return whether a rule reads true and false, and is true without a key."""
     is_true = FIELDS[field].kind is bool and rule.default is True and field != "tied_head"
     return is_true or "false" in rule.values
+
+
+def _of_layers(
+    words: Sequence[str], word: str, where: str, values: Mapping[str, Any]
+) -> Sequence[str]:
+    """Return the words of a list if there is one for each layer, and each is known."""
+    if len(words) > MAX_ITEMS:
+        raise UsageError(f"{where}: may have at most {MAX_ITEMS} entries, got {len(words)}")
+    n = values["n_layers"]
+    if isinstance(n, int) and len(words) < n:
+        raise UsageError(f"{where}: must have {n} entries, one for each layer, got {len(words)}")
+    for found in words if word in _MLP_TYPES else ():
+        check_value(found, where, _MLP_TYPES)
+    return words
 
 
 def _common(each: Sequence[Any], where: str) -> Any:

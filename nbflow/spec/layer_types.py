@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from nbflow.spec.architecture import LAYER_KINDS, LayerKind
 from nbflow.spec.family import ConfigRule, Family
 from nbflow.spec.fields import FIELDS, MAX_ITEMS, check_field
+from nbflow.spec.layer_specs import LAYER_KINDS, LayerKind
 from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import check_value
 from nbflow_kernels.errors import UsageError

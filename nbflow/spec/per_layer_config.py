@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nbflow.spec.architecture import LayerKind
 from nbflow.spec.family import Family
+from nbflow.spec.layer_specs import LayerKind
 from nbflow.utils.safe_repr import shown
 from nbflow.utils.toml_schema import check_value
 from nbflow_kernels.errors import UsageError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nbflow.spec.architecture import RopeSpec, TemperatureSpec
+from nbflow.spec.layer_specs import RopeSpec, TemperatureSpec
 from nbflow.utils.toml_schema import check_value
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import LongRopeScaling, RopeScaling

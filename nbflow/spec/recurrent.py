@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nbflow.spec.architecture import DeltaSpec, SelectiveSpec, StateSpaceSpec
+from nbflow.spec.layer_specs import DeltaSpec, SelectiveSpec, StateSpaceSpec
 
 
 def delta(values: Mapping[str, Any]) -> DeltaSpec | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from nbflow.checkpoint import WeightFile, open_weights
 from nbflow.checkpoint.hub import find_cached, is_repo_name, repo_of
+from nbflow.checkpoint.shards import refuse_adapter
 from nbflow.spec.family import Family, family_of_config
 from nbflow.spec.fields import check_field
 from nbflow.spec.model_file import (
@@ -175,6 +176,8 @@ def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> To
 
 def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
     """Return the model file, or None, and the path of the weights."""
+    if not str(model):
+        raise UsageError("a model must be a name or a path, got ''")
     path = Path(model)
     if is_spec_path(path) and path.is_file():
         toml = path
@@ -255,6 +258,7 @@ def _with_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[
 def _describe(path: Path, config: Mapping[str, Any], where: str) -> ModelFile:
     """Return the family and name of a checkpoint without a model file."""
     if not config:
+        refuse_adapter(Path(where).parent)
         raise UsageError(f"{where}: not found; the weights alone do not say what model they are")
     return ModelFile(_name(path), "", family_of_config(config, where))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from nbflow.spec.architecture import LayerKind
 from nbflow.spec.config_lookup import lookup
 from nbflow.spec.family import ALWAYS, STORED, Family
+from nbflow.spec.layer_specs import LayerKind
 from nbflow.spec.layer_types import first_layers
 from nbflow.spec.tensor_names import FUSED
 from nbflow.utils.toml_schema import check_value

@@ -84,7 +84,7 @@ LATENT_MATRICES = ("attn.k_b", "attn.v_b")
 """Up projections of latent attention, stacked by head, without bias."""
 
 BESIDE_DENSE = ("dense_post_norm", "router_norm", "experts_norm", "experts_post_norm")
-"""Norms of experts beside a dense network: of the latter's output, of the router's input, of the
+"""Norms of experts next to a dense network: of the latter's output, of the router's input, of the
 experts' input and output."""
 STREAMS = ("streams.router", "streams.predict", "streams.correct")
 """Matrices of a layer with several residual streams: weights of a token, and the coefficients of

@@ -7,7 +7,8 @@ columns.
 
 from __future__ import annotations
 
-from nbflow.spec.architecture import Architecture, LatentSpec, LayerKind
+from nbflow.spec.architecture import Architecture
+from nbflow.spec.layer_specs import LatentSpec, LayerKind
 from nbflow.spec.plugin_ops import OPS, PLACES
 from nbflow.spec.tensor_names import EXPERT_BIASES, XIELU
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from nbflow.checkpoint import is_weight_file
 from nbflow.checkpoint.readers import gguf
 from nbflow.utils.binary_file import read_head
+from nbflow_kernels.errors import UsageError
 
 NAMES = (
     "tokenizer.json",
@@ -20,6 +22,8 @@ NAMES = (
     "vocab.txt",
 )
 """Tokenizer files of a folder, the most complete first."""
+_RANKS = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?\n")
+"""First line of a tiktoken file: a token in base64, and its rank."""
 _SENTENCEPIECE = b"\x0a"  # field 1, length-delimited: the first piece
 
 
@@ -64,6 +68,11 @@ def find_tokenizer(path: Path, kind: str | None = None) -> Path | None:
 def kind_of(path: Path) -> str:
     """Return the kind of a tokenizer file by its name and its first bytes."""
     head = read_head(path, 64)
+    if path.suffix != ".txt" and _RANKS.match(head):
+        raise UsageError(
+            f"{path}: tiktoken's ranks, which do not say how texts are divided; use the model's "
+            "tokenizer.json (transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+        )
     if head.startswith(gguf.MAGIC):
         return "gguf"
     if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):

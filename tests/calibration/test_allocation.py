@@ -136,7 +136,7 @@ def test_policies_say_the_format_of_each_matrix(model: Path, tmp_path: Path) -> 
     [
         ("[formats]\n'*' = 'q4'\n'*.q.*' = 'q8'", "is for no matrix that an earlier one"),
         ("[formats]\n'*norm*' = 'q4'", "is for no matrix"),
-        ("[formats]\n'*' = 'q9'", "unknown format 'q9'"),
+        ("[formats]\n'*' = 'q9'", r"p.toml: \*: unknown format 'q9'"),
         ("[formats]\n'*' = 4", "must be text"),
         ("[format]\n'*' = 'q4'", r"knows tables \[formats\] and \[policy\] and .* min_el"),
         ("min_elements = -1\n[formats]\n'*' = 'q4'", "min_elements must be a whole number"),

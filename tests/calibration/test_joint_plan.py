@@ -192,10 +192,13 @@ def test_files_of_sensitivities(tmp_path: Path) -> None:
     first = next(iter(known.shapes))
     for name, value, message in (
         ("version", 7, "not a sensitivity file of version 1"),
-        ("slopes", {first: float("nan")}, "must be finite"),
-        ("shapes", {first: 3}, "not a sensitivity file"),
+        ("slopes", {first: float("nan")}, f"slopes: {first}: must be at least 0 and finite"),
+        ("slopes", {first: "1"}, f"slopes: {first}: must be a number, got '1'"),
+        ("errors", {first: 2}, f"errors: {first}: must be a table, got 2"),
+        ("shapes", {first: 3}, f"shapes: {first}: must be rows and columns"),
+        ("shapes", {first: [3, 0]}, f"shapes: {first}: must be rows and columns"),
         ("slopes", {}, "tables differ"),
-        ("facts", {"model": "m"}, "its facts lack quantizer"),
+        ("facts", {"model": "m"}, "facts: quantizer: must be text in quotes, got None"),
     ):
         path.write_text(json.dumps({**content, name: value}))
         with pytest.raises(UsageError, match=message):

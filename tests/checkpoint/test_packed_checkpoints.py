@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import struct
 from pathlib import Path
@@ -258,6 +259,9 @@ def test_act_order_in_other_arithmetic(activations: str, most: float, tmp_path: 
         ("is of a matrix that is missing", {"weight": None}),
         ("must be 256 floats, one for each column, got f32", {"pre_quant_scale": 255}),
         ("must be of a quantized matrix", {"weight": 256}),
+        ("must be finite and not zero, got nan for column 3", {"pre_quant_scale": [math.nan]}),
+        ("must be finite and not zero, got -inf for column 3", {"pre_quant_scale": [-math.inf]}),
+        ("must be finite and not zero, got 0.0 for column 3", {"pre_quant_scale": [0.0]}),
     ],
 )
 def test_factors_of_columns_are_checked(message: str, change: dict, tmp_path: Path):
@@ -267,6 +271,8 @@ def test_factors_of_columns_are_checked(message: str, change: dict, tmp_path: Pa
     for part, n in change.items():
         if n is None:
             del tensors[f"{name}.{part}"]
+        elif isinstance(n, list):
+            tensors[f"{name}.{part}"][3] = n[0]
         else:
             tensors[f"{name}.{part}"] = np.ones((8, n) if part == "weight" else n, np.float32)
     save_file(tensors, packed / "model.safetensors")

@@ -121,7 +121,7 @@ def test_samplers_stay_in_registers() -> None:
 
 def test_sums_over_ranks_move_16_bytes_at_once() -> None:
     for name, arch in (("one_shot", "sm_80"), ("two_shot", "sm_90")):
-        found = facts(all_reduce._kernel(name, "Bfloat"), arch)
+        found = facts(all_reduce.kernel_of(name, "uint16"), arch)
         assert (found.fp64, found.stack_bytes) == (0, 0)
         assert found.wide_loads > 0
         assert 16 in (found.global_stores or {})

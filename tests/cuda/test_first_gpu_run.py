@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 
 import nbflow
-from nbflow.first_gpu_run import checks, summary, supervise
+import nbflow_kernels
+from nbflow.first_gpu_run import checks, compile_ahead, summary, supervise
 from nbflow.first_gpu_run.__main__ import main
 from nbflow.first_gpu_run.journal import NAME, Journal
 from nbflow.first_gpu_run.kernels import EMULATED
@@ -72,7 +74,7 @@ def test_a_section_that_hangs_or_dies_costs_that_section(tmp_path: Path) -> None
 
 
 def test_what_was_finished_is_not_repeated(tmp_path: Path) -> None:
-    """A run that was killed in the middle of a line and of a section goes on there."""
+    """A run that was killed in the middle of a line and of a section continues there."""
     journal, _ = _run(tmp_path, _sections("first"))
     journal.add("second", "begin")
     journal.add("second", "row", fact="half")
@@ -177,6 +179,17 @@ def test_a_random_hybrid(tmp_path: Path, gguf: Any) -> None:
         assert np.isfinite(model.logits([1, 5, 9])).all()
 
 
+def test_kernels_that_no_op_launches_are_compiled_ahead() -> None:
+    ahead = {kernel.name.partition("<")[0] for kernel in compile_ahead.unlaunched()}
+    ahead |= {"one_mma", "reverse", "read_peer"}  # the probes
+    for folder in ("benchmarks", "cuda"):  # those without ops
+        for source in (Path(nbflow_kernels.__path__[0]) / folder).glob("*.cu"):
+            text = re.sub(r"__(launch_bounds|cluster_dims)__\(.*?\)", "", source.read_text())
+            names = re.findall(r"__global__ void\s+(\w+)\(", text)
+            assert names, source
+            assert ahead.issuperset(names), source
+
+
 def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = tmp_path / "bad.bundle"
     bad.write_bytes(b"nothing")
@@ -196,7 +209,7 @@ def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 NOT_ON_A_BARE_MACHINE = ("tokenizers", "safetensors", "jinja2", "tomli_w")
-"""Packages of the base install beside NumPy and Numba."""
+"""Packages of the base install besides NumPy and Numba."""
 
 
 @pytest.mark.compiler

@@ -162,19 +162,23 @@ def test_many_thread_blocks_do_not_change_a_bit(cupy: Any, monkeypatch: pytest.M
     assert one.tobytes() == some[:1].tobytes()
 
 
-@pytest.mark.parametrize("min_rows", [16, 0])
+@pytest.mark.parametrize(
+    ("min_rows", "activations"), [(16, "f32"), (0, "f32"), (16, "bf16"), (16, "int8"), (0, "bf16")]
+)
 def test_grouped_gemm_has_the_bits_of_single_products(
-    min_rows: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
+    min_rows: int, activations: str, cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experts, "MIN_ROWS_TO_SYNC", min_rows)  # 0: one after the other
     x, w = make("q4_0", 9, 3 * 21, 300)
     stack = nk.QuantTensor("q4_0", (3, 21, 300), w.data).to_device(cupy.zeros(1))
     indptr = np.array([0, 4, 4, 9], np.int32)
     x_there = cupy.asarray(x)
-    got = nk.grouped_matmul(x_there, stack, cupy.asarray(indptr)).get()
+    arithmetic = {"activations": activations}
+    got = nk.grouped_matmul(x_there, stack, cupy.asarray(indptr), **arithmetic).get()
     for e, (start, stop) in enumerate(pairwise(indptr)):
         if start < stop:
-            alone = nk.qmatmul(x_there[int(start) : int(stop)], stack.matrices()[e]).get()
+            part = x_there[int(start) : int(stop)]
+            alone = nk.qmatmul(part, stack.matrices()[e], **arithmetic).get()
             assert got[start:stop].tobytes() == alone.tobytes()
 
 

@@ -12,7 +12,7 @@ import nbflow
 from nbflow.distributed import cpu_threads as module
 from nbflow.distributed.comm import SelfComm
 from nbflow.distributed.cpu_threads import CpuThreads, cpu_threads
-from nbflow_kernels.cpu import parallel_for, pinning
+from nbflow_kernels.cpu import parallel_for, pinning, thread_pool
 from nbflow_kernels.errors import UsageError
 
 needs_linux = pytest.mark.skipif(not pinning.can_pin(), reason="only Linux pins threads")
@@ -28,6 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_linux
 def test_ranks_in_one_process_share_its_processors(monkeypatch):
     monkeypatch.setattr(module, "_cores", lambda: frozenset(range(4)))
+    monkeypatch.setattr(module, "available_cores", lambda: 4)
     monkeypatch.setattr(pinning, "places", lambda cores: {core: (0, core, 0) for core in cores})
     monkeypatch.delenv(pinning.VARIABLE, raising=False)
     pinned = {3: CpuThreads(2, (0, 1)), 5: CpuThreads(2, (2, 3))}
@@ -37,8 +38,26 @@ def test_ranks_in_one_process_share_its_processors(monkeypatch):
     assert cpu_threads(SelfComm(), (3, 5), 2, False) == pinned
 
 
+def test_more_threads_of_ranks_than_cores_do_not_spin(monkeypatch):
+    monkeypatch.setattr(module, "available_cores", lambda: 2)
+    monkeypatch.setattr(pinning, "can_pin", lambda: False)
+    for numbers, threads, crowded in (((0,), 2, False), ((0, 1), 1, False), ((0, 1), 2, True)):
+        found = cpu_threads(SelfComm(), numbers, threads, False)
+        assert {each.crowded for each in found.values()} == {crowded}
+    before = parallel_for._local.n_threads
+    try:
+        parallel_for.set_num_threads(2, crowded=True)
+        pool = parallel_for._acquire_pool(2, needed=True)
+        pool.release()
+        assert pool._shared[thread_pool._SPIN] == thread_pool._FEW_SPINS
+    finally:
+        parallel_for.set_num_threads(before or 2)
+    assert parallel_for._local.pool is not pool
+
+
 def test_a_system_that_cannot_pin_refuses_the_option_and_ignores_the_environment(monkeypatch):
     monkeypatch.setattr(pinning, "can_pin", lambda: False)
+    monkeypatch.setattr(module, "available_cores", lambda: 2)
     with pytest.raises(UsageError, match="pin_threads needs Linux"):
         cpu_threads(SelfComm(), (0,), 2, True)
     monkeypatch.setenv(pinning.VARIABLE, "1")

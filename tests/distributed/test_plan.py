@@ -71,7 +71,25 @@ def test_every_receiver_has_one_sender():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0;", "a", "0&&1", "0;1;0", "-1", "0 1x", "0/", "0:", "0:0;1", "0/1;0", "0&1|2&3"]
+    "text",
+    [
+        *(
+            "",
+            "0;",
+            "a",
+            "0&&1",
+            "0;1;0",
+            "-1",
+            "0 1",
+            "0 1x",
+            "0;1 2",
+            "\u0661",
+            "0/",
+            "0:",
+            "0:0;1",
+        ),
+        *("0/1;0", "0&1|2&3", "9" * 5000, "0:" + "9" * 400),
+    ],
 )
 def test_bad_partition_strings(text):
     with pytest.raises(UsageError, match="partition"):

@@ -9,7 +9,7 @@ import pytest
 
 from nbflow.kv_cache import BlockTable, KVStorage
 from nbflow.kv_cache.block_table import NoFreePageError
-from nbflow.spec.architecture import HeadShape
+from nbflow.spec.layer_specs import HeadShape
 
 PAGE = 4
 

@@ -11,7 +11,7 @@ from nbflow.engine.request import Request
 from nbflow.executor.step import make_step
 from nbflow.kv_cache import BlockTable, KVStorage
 from nbflow.sampling import Greedy
-from nbflow.spec.architecture import HeadShape
+from nbflow.spec.layer_specs import HeadShape
 
 
 def test_no_page_is_leaked_or_shared_over_random_operations():

@@ -1,4 +1,4 @@
-"""Layers that share keys and values, and what flows between layers beside the hidden state."""
+"""Layers that share keys and values, and what flows between layers besides the hidden state."""
 
 from __future__ import annotations
 

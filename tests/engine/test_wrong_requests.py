@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import threading
 
 import numpy as np
@@ -10,10 +11,13 @@ import pytest
 
 import nbflow
 from nbflow.engine import outputs
+from nbflow.engine.errors import ERROR_BYTES, QueueFull, encoded
 from nbflow.engine.multi_step import MultiStepDecode
 from nbflow.engine.search import BeamSearch, ContrastiveSearch, runtime
 from nbflow.engine.search.beam import Beams
 from nbflow.sampling import Greedy
+from nbflow.sampling.logits_processors import AllBannedError
+from nbflow.sampling.structured_output import StructureError
 from nbflow_kernels.errors import UsageError
 
 IDS = (np.arange(400) * 7 % 101).tolist()
@@ -333,3 +337,28 @@ def test_multi_step_decode_reports_invalid_requests(model):
     requests = [make(model), make(model)]
     requests[1].seed = -1
     assert list(burst.begin(requests)) == [1]
+
+
+def test_the_kind_of_an_error_reaches_every_rank(ranks):
+    """A server answers 400 to these, from any rank."""
+    with nbflow.LLMEngine(ranks, kv_bytes=KV) as engine:
+        request = make(ranks, banned_token_ids=list(range(101)))
+        with pytest.raises(AllBannedError, match="every token is banned"):
+            engine.submit(request).result(60)
+        assert len(engine.submit(make(ranks)).result(60).ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (StructureError("regex", "no token can start it"), StructureError),
+        (QueueFull("é" * 4000), UsageError),
+        (OSError("x" * 4000), RuntimeError),
+    ],
+)
+def test_errors_for_other_ranks_have_bounded_bytes(error, found):
+    data = encoded(error)
+    assert len(data) <= ERROR_BYTES
+    decoded = pickle.loads(data)
+    assert type(decoded) is found
+    assert str(error)[:400] in str(decoded)

@@ -10,7 +10,7 @@ from small_models import write_llama
 
 import nbflow
 from nbflow.engine import llm as engine_model
-from nbflow.engine import worker
+from nbflow.engine import multi_step_runner
 from nbflow_kernels.errors import UsageError
 
 IDS = np.arange(40) * 7 % 101
@@ -129,14 +129,14 @@ def test_filters_of_several_requests_share_a_multi_step_decode(checkpoint: Path)
             n_items = sum(1 for _ in model.run_requests(requests, burst_s=1e6))
             assert [r.ids for r in requests] == [alone[i] for i in order]
         assert n_items <= 3  # the prompts, then all decode steps
-        (decode,) = [d for k, d in model.workers[0]._multi_step_decodes.items() if k[1] == 3]
+        (decode,) = [d for k, d in model.workers[0].multi_step._decodes.items() if k[1] == 3]
         assert decode.strategy is None
 
 
 def test_more_batch_sizes_than_cached_buffers(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "MAX_MULTI_STEP_DECODES", 2)
+    monkeypatch.setattr(multi_step_runner, "MAX_DECODES", 2)
     prompt = IDS[:4].tolist()
 
     def rounds(model: nbflow.LLM) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""First tokens in floats beside a quantized cache."""
+"""First tokens in floats next to a quantized cache."""
 
 from __future__ import annotations
 

@@ -86,6 +86,7 @@ def test_measures_keep_one_order_whatever_the_file_says() -> None:
         ("[settings]\nmodel='m'\nkv='f16;1:f33'", r"unknown kv_format 'f33'"),
         ("[axes]\npartition=['0&&1']", r"partition must be rank numbers"),
         ("[axes]\npartition=[0]", r"partition must be text in quotes, got 0; write \"0\""),
+        ("[axes]\nweights=[{a=1}]", r"weights must be text in quotes, got {'a': 1}$"),
         ("[axes]\nbatch=[0]", r"batch must be at least 1, got 0"),
         ("[axes]\nbatch=['8..2']", r"batch: the range '8..2' does not go up"),
         ("[axes]\nbatch={start=0, stop=4, factor=2}", r"does not go up"),

@@ -30,7 +30,7 @@ exec ip netns exec PREFIX$number unshare --uts sh -c "hostname host$number; exec
 
 
 class NoHosts(Exception):
-    """Why there cannot be two hosts here."""
+    """Reason why there cannot be two hosts here."""
 
 
 class Hosts:

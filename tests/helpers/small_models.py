@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from nbflow.spec.architecture import RopeSpec
 from nbflow.spec.family import family_of
 from nbflow.spec.from_config import build_spec
+from nbflow.spec.layer_specs import RopeSpec
 from nbflow.spec.model_spec import ModelSpec
 
 LLAMA_TENSORS = {

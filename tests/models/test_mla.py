@@ -15,7 +15,7 @@ from nbflow.kv_cache import make_storage
 from nbflow.program import build, fuse
 from nbflow.program.cost import StepShape, kv_layer_bytes, op_cost
 from nbflow.spec import resolve
-from nbflow.spec.architecture import LatentSpec, RopeSpec
+from nbflow.spec.layer_specs import LatentSpec, RopeSpec
 from nbflow_kernels.errors import UsageError
 
 IDS = np.arange(3, 40)

@@ -43,7 +43,7 @@ def test_ranks_know_those_of_their_host(environment: dict[str, str], hosts: list
     reason="numba-cuda and NVRTC are missing (extra cuda-test)",
 )
 def test_each_rank_looks_for_its_own_device() -> None:
-    """A rank without a device works beside one with; a missing device is an error of all."""
+    """A rank without a device works next to one with; a missing device is an error of all."""
     script = str(Path(__file__).with_name("check_devices.py"))
     done = mpirun(2, "-m", "mpi4py", script, str(FOLDER), environment=TWO_HOSTS)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -164,12 +164,16 @@ def test_ranks_share_the_bandwidth_of_memory():
 
 
 def test_pipelines_of_threads_fill_and_drain_in_every_step():
-    """Two stages of two layers and two micro-batches: of processes two stage times, else three."""
-    formats = {"q4_0": {"int8": rates(streamed=1e-9)}, "f16": {"f32": rates()}}
-    stage_s = BATCH / 2 * WEIGHTS / 2 * 1e-9
-    assert decode_s("0;1", formats=formats) == pytest.approx(2 * stage_s, rel=1e-9)
+    """Two stages of two layers and two micro-batches: of processes two stage times, else three.
+
+    The first and the last of the three have the memory alone.
+    """
+    formats = {"q4_0": {"int8": rates(streamed=3e-9, alone=1e-9)}, "f16": {"f32": rates()}}
+    stage_weights = BATCH / 2 * WEIGHTS / 2
+    found = decode_s("0;1", formats=formats)
+    assert found == pytest.approx(2 * stage_weights * 3e-9, rel=1e-9)
     joined = decode_s("0;1", formats=formats, join_s=1e-3)
-    assert joined == pytest.approx(3 * stage_s + 1e-3, rel=1e-9)
+    assert joined == pytest.approx(stage_weights * (1e-9 + 3e-9 + 1e-9) + 1e-3, rel=1e-9)
 
 
 def test_threads_run_host_code_in_turn_and_slower_after_large_steps():

@@ -343,7 +343,7 @@ def test_rates_of_formats_are_written_and_read_again(tmp_path):
             ("cached_s = [\n    1.5,\n    2.0,\n]\n", ""),
             r"q4_0\.f32\.cached_s must be a list of numbers",
         ),
-        (("    1.5,", "    -1.5,"), r"q4_0\.f32\.cached_s must be a number, got -1\.5"),
+        (("    1.5,", "    -1.5,"), r"q4_0\.f32\.cached_s must be a number from 0, got -1\.5"),
     ):
         assert change[0] in text
         path.write_text(text.replace(*change, 1))

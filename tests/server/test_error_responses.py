@@ -31,6 +31,7 @@ def chat(server, **body):
         ("top_logprobs", 3, "needs logprobs"),
         ("stream_options", {"include_usage": True}, "needs stream"),
         ("stop", [""], "none empty"),
+        ("response_format", {"type": "text", "x": 1}, "response_format: unknown field 'x'"),
         ("best_of", 1, None),
         ("n_predict", 5, "use max_tokens"),
         ("repeat_penalty", 1.1, "use repetition_penalty"),

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from nbflow.checkpoint import open_weights
-from nbflow.spec.architecture import IndexerSpec, RopeSpec, TemperatureSpec
 from nbflow.spec.family import family_of_config
 from nbflow.spec.from_config import build_spec
+from nbflow.spec.layer_specs import IndexerSpec, RopeSpec, TemperatureSpec
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import LinearRopeScaling
 
@@ -298,6 +298,16 @@ MATTERS = [
      "rope_parameters.rope_type = 'linear'"),
     ("bamba", {"hidden_act": "gelu"},
      r'extends = "bamba", \[only\] "hidden_act" = "any" and these fields to a file for --spec'),
+    ("biogpt", {"scale_embedding": 0}, "scale_embedding: must be true or false, got 0"),
+    ("falcon_7b", {"multi_query": "false"}, "multi_query: must be true or false, got 'false'"),
+    ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "truncate": {}}},
+     "truncate must be true or false, got {}"),
+    ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "mscale": True}},
+     "mscale must be a number, or a list of numbers, got True"),
+    ("lfm3", {"rope_parameters": [1e4]}, r"rope_parameters: must be a table, got \[10000.0\]"),
+    ("mpt", {"attn_config": {"softmax_scale": math.inf}}, "softmax_scale: must be a number from"),
+    ("mellum", {"mlp_layer_types": ["dense", "silu", "sparse"]}, "must be one of dense, sparse, g"),
+    ("mellum", {"mlp_layer_types": ["dense"]}, r"mlp_layer_types: must have \d entries, one for e"),
 ]  # fmt: skip
 
 

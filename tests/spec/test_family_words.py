@@ -128,7 +128,7 @@ def test_letters_of_a_pattern_say_which_layers_have_experts():
 
 
 def test_tensors_say_the_kind_of_each_layer():
-    """Of 70 layers, as many numbers in the metadata; the largest counts."""
+    """70 layers, as many numbers in the metadata; the largest counts."""
     heads = [2 if i % 7 == 3 else 0 for i in range(70)]
     experts = [i % 7 in (1, 5) for i in range(70)]
     metadata = gguf_metadata(heads)

@@ -295,6 +295,15 @@ def test_weights_without_configuration(tmp_path: Path) -> None:
     save_file(tensors(), tmp_path / "a.safetensors")
     with pytest.raises(UsageError, match="the weights alone do not say what model they are"):
         resolve(tmp_path / "a.safetensors")
+    with pytest.raises(UsageError, match="a model must be a name or a path, got ''"):
+        resolve("")
+    adapter = tmp_path / "lora"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    save_file(tensors(), adapter / "adapter_model.safetensors")
+    for path in (adapter, adapter / "adapter_model.safetensors"):
+        with pytest.raises(UsageError, match=r"holds an adapter .* merge it into its base model"):
+            resolve(path)
     spec_file = toml(
         tmp_path / "mine.toml",
         """family = "llama"
@@ -459,6 +468,7 @@ n_heads = {{ keys = ["h"] }}
         ("x = { keys = [] }", "unknown key 'x'"),
         ("head_dim = { key = [] }", "unknown key 'key'; did you mean 'keys'"),
         ('n_kv_heads = { same_as = "n_layers" }', "'n_layers' must be a field listed above it"),
+        ("n_kv_heads = { same_as = {} }", "{} must be a field listed above it"),
         ("head_dim = { formula = 3 }", "formula: must be text in quotes, got 3"),
         ("head_dim = [{ formula = 3 }]", "formula: must be text in quotes, got 3"),
         ('head_dim = { values = { a = "b" } }', "values: must be a whole number, got 'b'"),

@@ -400,3 +400,10 @@ def test_published_vocabularies() -> None:
             ids = tokenizer.encode(text)
             assert ids == [int(i) for i in line.split()], (path.name, text)
             assert streamed(tokenizer, ids) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["qwen.tiktoken", "tokenizer.model"])
+def test_ranks_of_tiktoken_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"IQ== 0\nIg== 1\n")
+    with pytest.raises(UsageError, match=r"tiktoken's ranks.*use the model's tokenizer\.json"):
+        load_tokenizer(tmp_path / name)

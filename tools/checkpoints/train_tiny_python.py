@@ -15,7 +15,7 @@ the text (sequence-level distillation, Kim and Rush 2016).
 `--architecture qwen3_5` trains a hybrid in the layout of Qwen 3.5: the gated delta rule in three
 layers of four, gated attention in the fourth; it takes the model of `transformers`.  The recipe is
 that of the base model; its `--teacher` gives the tokenizer and is compared with.  A run that was
-interrupted goes on with `--resume`, from the weights of its last evaluation and with empty momenta.
+interrupted continues with `--resume`, from the weights of its last evaluation, without momenta.
 
 Torch is needed here only.  The text is the standard library of the Python that runs this script,
 its tests included (PSF licence, see NOTICE), without the generated code tables; it takes a Python

@@ -167,8 +167,9 @@ def shared_prefix(rows: list[Row]) -> str:
 
 
 def cascade(rows: list[Row]) -> str:
-    """Return the table of cascade attention: a row for each shape, columns by sequences."""
-    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    """Return the table of cascade attention: a row for each shape, fewest and most sequences."""
+    found = {row["batch"] for row in rows}
+    batches = (min(found), max(found))
     names = ("heads", "kv", "shared_keys", "own_keys")
     head = ["heads", "cache", "shared keys", "own keys"]
     for batch in batches:

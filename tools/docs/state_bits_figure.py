@@ -2,7 +2,7 @@
 
     python tools/docs/state_bits_figure.py
 
-Writes figures/kinds.png next to the rows of the sweep `state_bits`.
+Writes figures/kinds.png and .svg next to the rows of the sweep `state_bits`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from typing import Any
 from experiment_tables import folder_of
 from state_bits_table import KINDS
 
-from nbflow_experiments.figure_style import legend_above, new_figure, series_style
+from nbflow_experiments.figure_style import (
+    Drawing,
+    launch_facts,
+    legend_above,
+    new_figure,
+    series_style,
+)
 from nbflow_experiments.store.results_reader import read_points
 from nbflow_kernels.formats import FORMATS
 from nbflow_kernels.state_format import state_bytes
@@ -47,7 +53,10 @@ def main() -> None:
         panel.set_xlabel("bits per number")
         panel.set_ylabel("KL divergence (nat/token)")
         legend_above(figure, panel)
-        figure.savefig(folder / "figures" / "kinds.png", dpi=150, bbox_inches="tight")
+    title = f"Formats of each kind of matrix, and of states; windows of {WINDOW} tokens"
+    launches = json.loads((folder / "provenance.json").read_text())["launches"]
+    drawing = Drawing(figure, title, "")
+    drawing.save(folder / "figures", "kinds", launch_facts(launches[-1]))
 
 
 def _mean(rows: list[dict[str, Any]], state: str) -> tuple[float, float]:

@@ -3,14 +3,14 @@
 
     python tools/measure/attention.py results/attention/MACHINE [variants] [skew] [pages] [decode]
 
-variants  user-defined functions beside the built-in options that they repeat
-skew      decode of one long and many short requests: the plan's schedule beside a static one, in
+variants  user-defined functions next to the built-in options that they repeat
+skew      decode of one long and many short requests: the plan's schedule next to a static one, in
           which every thread has as many requests and no keys are split
-pages     decode over pages of 1 to 64 tokens: bytes of keys and values per second, beside the
+pages     decode over pages of 1 to 64 tokens: bytes of keys and values per second, next to the
           read bandwidth of the machine
 decode    one sequence, one thread, keys and values in the third-level cache: time per number of the
-          cache beside that of its multiply-adds; the fastest of many runs, on a machine that others
-          use, too
+          cache next to that of its multiply-adds; the fastest of many runs, on a machine that
+          others use, too
 
 What is compared runs in turn in one process; rows have the medians.  Rows are appended to
 `rows.jsonl` of the folder.
@@ -69,7 +69,7 @@ def causal(params: Any, batch: Any, qo: Any, kv: Any, head: Any, g: Any) -> Any:
 
 
 def variants(repeats: int, lengths: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield rows: variants beside the same built-in attention, one thread."""
+    """Yield rows: variants next to the same built-in attention, one thread."""
     rng = np.random.default_rng(0)
     before = get_num_threads()
     set_num_threads(1)

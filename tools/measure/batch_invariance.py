@@ -238,7 +238,8 @@ def multiply(name: str, T: int, n_rounds: int, probe: ReadProbe) -> Row:
         ]
         return functools.partial(run_graph, CpuGraph(calls, get_num_threads()))
 
-    form, tile = packed.form, 1 if T == 1 else 4 if T <= 4 else 8
+    form = packed.form
+    tile = cpu.gemv_tile(form, T)
     ours = {
         "gemv": cpu_gemv_int8.gemv(form, tile),
         "gemm": cpu_gemm_int8.gemm(form),

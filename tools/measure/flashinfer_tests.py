@@ -199,7 +199,7 @@ def file_of(test: str) -> str:
 
 
 def table(tests: list[dict[str, str]]) -> Iterator[str]:
-    """Yield the lines of the table by test file."""
+    """Yield the lines of the table by test file, those that passed whole in one."""
     groups = {
         "passed": ("passed",), "no counterpart": ("no counterpart",), "refused": ("refused",),
         "meaningless on a CPU, or skipped by the test": ("meaningless on a CPU", "skipped"),
@@ -212,7 +212,10 @@ def table(tests: list[dict[str, str]]) -> Iterator[str]:
     for test in tests:
         for name in (file_of(test["test"]), "all"):
             counts[name][test["outcome"]] += 1
-    for name in (*sorted(counts.keys() - {"all"}), "all"):
+    files = sorted(counts.keys() - {"all"})
+    whole = [name for name in files if set(counts[name]) == {"passed"}]
+    counts[", ".join(whole)] = sum((counts[name] for name in whole), collections.Counter())
+    for name in (*sorted(set(files) - set(whole)), ", ".join(whole), "all"):
         cells = [sum(counts[name][o] for o in outcomes) for outcomes in groups.values()]
         yield f"| {name} | {sum(cells)} | {' | '.join(map(str, cells))} |"
 

@@ -176,29 +176,37 @@ def report(arguments: argparse.Namespace) -> None:
     for policy in sorted(WORK.glob("*-?.??.toml")):
         shutil.copyfile(policy, out / policy.name)
     draw(out)
-    write_page(table, formats, comparisons)
+    write_page(table)
+    write_comparisons(out / "comparisons.md", table, formats, comparisons)
     print(table[columns].to_string())
     for c in [*compared, *comparisons]:
         print(f"{c['b']} / {c['a']}: {c['ratio']:.3f} [{c['low']:.3f}, {c['high']:.3f}]")
 
 
-def write_page(
+def write_page(table: pd.DataFrame) -> None:
+    """Write the table of docs/quantization.md."""
+    mark = "<!-- formats: written by tools/measure/pareto.py -->\n"
+    new = mark + "\n".join(_formats(table)) + "\n"
+    text = re.sub(re.escape(mark) + r"(\|.*\n)*", lambda _: new, PAGE.read_text("utf-8"))
+    PAGE.write_text(text, "utf-8")
+
+
+def write_comparisons(
+    path: Path,
     table: pd.DataFrame,
     formats: dict[tuple[str, str, str], dict[str, Any] | None],
     comparisons: list[dict[str, Any]],
 ) -> None:
-    """Write the tables of docs/quantization.md."""
-    tables = {
-        "formats": _formats(table),
-        "pairs": _pairs(table, formats),
-        "comparisons": _comparisons(comparisons),
-    }
-    text = PAGE.read_text("utf-8")
-    for name, lines in tables.items():
-        mark = f"<!-- {name}: written by tools/measure/pareto.py -->\n"
-        rows = "\n".join(lines) + "\n"
-        text = re.sub(re.escape(mark) + r"(\|.*\n)*", lambda _, new=mark + rows: new, text)
-    PAGE.write_text(text, "utf-8")
+    """Write the ratios of pairs with their intervals."""
+    parts = (
+        "# KL divergence of pairs: ratios with 95 % intervals",
+        "Paired bootstrap over windows of 255 tokens, 10,000 resamples:",
+        "two formats with the same quantizer, KLD(b) / KLD(a);",
+        "\n".join(_pairs(table, formats)),
+        "two quantizers on the same format, and mixtures.",
+        "\n".join(_comparisons(comparisons)),
+    )
+    path.write_text("\n\n".join(parts) + "\n", "utf-8")
 
 
 def _formats(table: pd.DataFrame) -> list[str]:

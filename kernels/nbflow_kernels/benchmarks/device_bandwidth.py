@@ -8,7 +8,7 @@ import numpy as np
 
 from nbflow_kernels import cuda
 
-_read = cuda.cpp_kernel(__file__, "read_bandwidth.cu", "read", "f32* x, f32* sums, i64 n")
+read_kernel = cuda.cpp_kernel(__file__, "read_bandwidth.cu", "read", "f32* x, f32* sums, i64 n")
 _THREADS = 256
 _BLOCKS_PER_SM = 8
 _RANDOM_BYTES = 16 << 20
@@ -51,7 +51,7 @@ def device_read_bandwidth(xp: Any, passes: int = 3, n_bytes: int | None = None) 
         sums = xp.empty((n_blocks * _THREADS,), np.float32)
 
     def read() -> None:
-        _read(n_blocks, _THREADS, (x, sums, x.size // 4))
+        read_kernel(n_blocks, _THREADS, (x, sums, x.size // 4))
 
     read()
     stream = xp.cuda.get_current_stream()

@@ -45,7 +45,7 @@ SAMPLE_S = 1e-3  # one sample lasts about this long
 MAX_CALLS = 200  # in a sample
 MAX_COPIES = 64
 
-_copy = cuda.cpp_kernel(__file__, "copy_bandwidth.cu", "copy", "f32* x, f32* out, i64 n")
+copy_kernel = cuda.cpp_kernel(__file__, "copy_bandwidth.cu", "copy", "f32* x, f32* out, i64 n")
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def copy_bandwidth(cupy: Any, repeats: int, n_bytes: int) -> float:
     n_blocks = 16 * cuda.device_of(x).n_sms
 
     def copy() -> None:
-        _copy(n_blocks, 512, (x, out, n // 4))
+        copy_kernel(n_blocks, 512, (x, out, n // 4))
 
     copy()
     samples, _, _ = _timed(cupy, [copy], 4, repeats)

@@ -118,6 +118,12 @@ class SmallKernelCompiler(KernelCompiler):
         return super()._compile_bytecode()
 
 
+class ScalarKernelCompiler(SmallKernelCompiler):
+    """`KernelCompiler` that neither unrolls nor vectorizes loops."""
+
+    library = numba_libraries.ScalarKernelLibrary
+
+
 class DeviceCompiler(SmallKernelCompiler):
     """`KernelCompiler` whose result is LLVM IR."""
 
@@ -132,7 +138,11 @@ _OPTIONS: Any = {
 
 
 def kernel(
-    function: Callable[..., Any] | None = None, *, strict: bool = False, unroll: bool = True
+    function: Callable[..., Any] | None = None,
+    *,
+    strict: bool = False,
+    unroll: bool = True,
+    vectorize: bool = True,
 ) -> Any:
     """Compile a kernel lazily, cached on disk, without the GIL and without asserts.
 
@@ -145,14 +155,19 @@ def kernel(
     unroll : bool
         Unroll loops.  Without that a kernel of many loops compiles in half the time: for kernels
         that wait for memory, or whose loops are unrolled by hand.
+    vectorize : bool
+        Vectorize the loops of a kernel that are not unrolled.  Without that short loops over
+        strided scalars stay scalar: LLVM makes gathers and scatters of them, which take longer.
     """
     if function is None:
-        return functools.partial(kernel, strict=strict, unroll=unroll)
+        return functools.partial(kernel, strict=strict, unroll=unroll, vectorize=vectorize)
     if interpreter.is_on():
         return interpreter.kernel(function)
     jit_cache.remember(Path(function.__code__.co_filename))
     fastmath: Any = False if strict else FAST_MATH
-    pipeline: Any = KernelCompiler if unroll else SmallKernelCompiler
+    assert vectorize or not unroll, "only loops that are not unrolled can stay scalar"
+    small = SmallKernelCompiler if vectorize else ScalarKernelCompiler
+    pipeline: Any = KernelCompiler if unroll else small
     compiled = numba.njit(fastmath=fastmath, pipeline_class=pipeline, **_OPTIONS)(function)
     if isinstance(compiled, CPUDispatcher):  # else compilation is disabled
         compiled.__class__ = CachedKernel

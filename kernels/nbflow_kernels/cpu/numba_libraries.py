@@ -66,18 +66,27 @@ class DeviceLibrary(codegen.JITCodeLibrary):
 class SmallKernelLibrary(codegen.JITCodeLibrary):
     """Machine code whose loops are not unrolled."""
 
+    vectorize = True
+    """LLVM may vectorize loops."""
+
     def __init__(self, made_by: Any, name: str) -> None:
-        super().__init__(_WithoutUnrolling(made_by), name)
+        super().__init__(_WithoutUnrolling(made_by, self.vectorize), name)
 
     def _optimize_functions(self, ll_module: Any) -> None:
         ll_module.data_layout = self._codegen._data_layout  # the module is optimized as a whole
 
 
-class _WithoutUnrolling:
-    """Numba's code generator with optimizations that leave loops as they are."""
+class ScalarKernelLibrary(SmallKernelLibrary):
+    """Machine code whose loops are neither unrolled nor vectorized."""
 
-    def __init__(self, made_by: Any) -> None:
-        self._made_by = made_by
+    vectorize = False
+
+
+class _WithoutUnrolling:
+    """Numba's code generator with optimizations that do not unroll loops."""
+
+    def __init__(self, made_by: Any, vectorize: bool) -> None:
+        self._made_by, self._vectorize = made_by, vectorize
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._made_by, name)
@@ -86,7 +95,8 @@ class _WithoutUnrolling:
         given: Any = config
         tuning = llvm.create_pipeline_tuning_options()
         tuning.speed_level = options.get("opt", given.OPT)
-        tuning.loop_vectorization = options.get("loop_vectorize", given.LOOP_VECTORIZE)
+        vectorize = options.get("loop_vectorize", given.LOOP_VECTORIZE)
+        tuning.loop_vectorization = vectorize and self._vectorize
         tuning.slp_vectorization = options.get("slp_vectorize", given.SLP_VECTORIZE)
         tuning.loop_unrolling = False
         return llvm.create_pass_builder(self._made_by._tm, tuning)

@@ -51,6 +51,8 @@ class _Local(threading.local):
     """Set by `set_num_threads`."""
     cores: tuple[int, ...] = ()
     """Processors of the threads, set by `set_num_threads`; empty: not pinned."""
+    crowded: bool = False
+    """Set by `set_num_threads`."""
     n_default: int | None = None
     """Cached `available_cores()`."""
     pool: ThreadPool | None = None
@@ -133,7 +135,7 @@ def kernel_seconds() -> Iterator[list[float]]:
         _local.profile = None
 
 
-def set_num_threads(n: int, cores: Sequence[int] = ()) -> None:
+def set_num_threads(n: int, cores: Sequence[int] = (), crowded: bool = False) -> None:
     """Use `n` threads for the kernels called from the present thread.
 
     Parameters
@@ -142,6 +144,9 @@ def set_num_threads(n: int, cores: Sequence[int] = ()) -> None:
         Number of threads, the calling one among them.
     cores : sequence of int
         Processors to which the threads are pinned (`nbflow_kernels.cpu.pinning`); none by default.
+    crowded : bool
+        Other threads call kernels at the same time, all together with more threads than there are
+        cores: threads that wait yield their core at once instead of spinning.
 
     Raises
     ------
@@ -150,7 +155,7 @@ def set_num_threads(n: int, cores: Sequence[int] = ()) -> None:
     """
     if not 1 <= n <= 1024:
         raise UsageError(f"number of threads must be 1..1024, got {n}")
-    _local.n_threads, _local.cores = n, tuple(cores)
+    _local.n_threads, _local.cores, _local.crowded = n, tuple(cores), crowded
     if _local.pool is not None and not _fits(_local.pool, n):
         _local.pool = None  # the pool ends with the last thread that refers to it
 
@@ -228,7 +233,7 @@ def _run_shares(calls: list[Deferred], share: float, start: int, stop: int) -> N
 
 def _fits(pool: ThreadPool, n: int) -> bool:
     """Return whether a pool has `n` threads where the calling thread wants them."""
-    return pool.n == n and pool.cores == _local.cores
+    return pool.n == n and pool.cores == _local.cores and pool.crowded == _local.crowded
 
 
 def _acquire_pool(n: int, needed: bool) -> ThreadPool | None:
@@ -242,7 +247,7 @@ def _acquire_pool(n: int, needed: bool) -> ThreadPool | None:
         if pool is None:
             if same and not needed:
                 return None
-            pool = ThreadPool(n, _local.cores)
+            pool = ThreadPool(n, _local.cores, _local.crowded)
             pool.acquire()
             _pools.add(pool)
     _local.pool = pool

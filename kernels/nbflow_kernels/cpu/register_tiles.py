@@ -20,7 +20,6 @@ Numba does not unroll loops over tuples, and a tile must stay in registers; so e
 `load_strided(groups, tokens, at, token)`     the same with tokens `token` bytes apart
 `store_strided(at, token, tile)`              the same to memory
 `add(a, b)`                                   the sum of two tiles
-`concat_groups(a, b)`                         one tile of the groups of both
 `scale(tile, at, token)`                      each token times its float32 at ``at + token * t``
 `step(tile, like, w, group, x, token)`        add one unit; `group`, `token`: distance in bytes
 `step_chains(tile, like, w, x, token)`        add a unit to each token's first group, the next unit
@@ -222,25 +221,6 @@ def store_strided(typing_context, at, token, tile):
         return context.get_dummy_value()
 
     return types.none(at, token, tile), codegen
-
-
-@intrinsic
-def concat_groups(typing_context, a, b):
-    """Return one tile with the groups of two tiles of the same tokens."""
-    tile = FloatTile(a.groups + b.groups, a.tokens)
-
-    def codegen(context, builder, signature, args):
-        value = ir.Constant(context.get_value_type(tile), ir.Undefined)
-        for i in range(tile.n):
-            t, g = divmod(i, tile.groups)
-            if g < a.groups:
-                vector = builder.extract_value(args[0], t * a.groups + g)
-            else:
-                vector = builder.extract_value(args[1], t * b.groups + g - a.groups)
-            value = builder.insert_value(value, vector, i)
-        return value
-
-    return tile(a, b), codegen
 
 
 @intrinsic

@@ -1,4 +1,4 @@
-"""Vectors of 64 bytes as values in kernels: bit moves, table lookups, int8 dot products.
+"""Vectors of 64 bytes as values in kernels: bit moves, int8 dot products.
 
 A byte vector has one type, `simd.i8x64`; the operation decides whether bytes are signed.  It is
 also 16 lanes of 4 bytes: `dot_u8_i8` multiplies byte by byte and adds the four products of a lane.
@@ -9,14 +9,12 @@ also 16 lanes of 4 bytes: `dot_u8_i8` multiplies byte by byte and adds the four 
 `splat_bytes(n)`                one byte in all places
 `broadcast4(addr)`              4 bytes in all lanes
 `broadcast_f32(addr)`           a float32 in all 16 lanes
-`broadcast_i32(addr)`           an int32 in all 16 lanes
-`as_bytes(v)` / `as_words(v)`   int32 lanes as bytes, bytes as int32 lanes: the same bits
+`as_bytes(v)`                   int32 lanes as bytes: the same bits
 `move(v, a, b, n)`              n bits of each byte from bit a on moved to bit b on, the others 0;
                                 a, b and n are constants
 `dot_u8_i8(acc, u, s)`          acc + the sums of 4 products, u unsigned and s signed, exact int32
 `dot_u7_i8(acc, u, s)`          the same where all of `u` is below 128: cheaper without VNNI
 `pair_first(c)` `pair_second`   x and y of c = x + 11 * y, x < 11, in the low 7 bits of each byte
-`lookup16(table, index)`        table[index], index below 16; `table` holds its 16 bytes 4 times
 `store_narrow(addr, v)`         write the low bytes of 16 int32
 ==============================  ===================================================================
 
@@ -139,11 +137,7 @@ broadcast4 = _make(
 broadcast_f32 = _make(
     "broadcast_f32", f32x16, (_ADDRESS,), lambda b, a: _emit_broadcast(b, a, F32, f32x16.llvm)
 )
-broadcast_i32 = _make(
-    "broadcast_i32", i32x16, (_ADDRESS,), lambda b, a: _emit_broadcast(b, a, I32, i32x16.llvm)
-)
 as_bytes = _make("as_bytes", i8x64, (i32x16,), lambda b, v: b.bitcast(v, i8x64.llvm))
-as_words = _make("as_words", i32x16, (i8x64,), lambda b, v: b.bitcast(v, i32x16.llvm))
 store_narrow = _make(
     "store_narrow",
     types.none,
@@ -244,16 +238,6 @@ def emit_lookup16(builder: Any, table: Any, index: Any, features: frozenset[str]
         hit = builder.icmp_unsigned("==", index, constant(I8, [i] * 64))
         result = builder.select(hit, entry, result)
     return result
-
-
-def make_lookup16(features: frozenset[str]) -> Any:
-    """Return `lookup16` for a processor."""
-    return _make(
-        "lookup16", i8x64, (i8x64, i8x64), lambda b, t, i: emit_lookup16(b, t, i, features)
-    )
-
-
-lookup16 = make_lookup16(isa.features())
 
 
 # ---- dot products -------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ horizontal sums at the cost of about five.
 `allocate(n_bytes)`                   scratch memory at a cache line, until `release(addr)`
 `prefetch(addr)`                      prefetch a cache line; any address is allowed
 `prefetch_lines(addr, n)`             prefetch `n` consecutive lines; `n` is a constant
-`store_halves(low, high, v)`          lanes 0-7 to `low`, lanes 8-15 to `high`
 `store_quarters(addr, step, v)`       lanes 0-3 to `addr`, 4-7 to `addr + step`, and so on
 `address_of(array)`                   called from Python: a quarter of the time of ``.ctypes.data``
 `sum16(v0, ..., v15)`                 the vector of `simd.sum(v0)`, ..., `simd.sum(v15)`
@@ -269,19 +268,6 @@ def prefetch_lines(typing_context, addr, n):
         return context.get_dummy_value()
 
     return types.none(addr, n), codegen
-
-
-@intrinsic
-def store_halves(typing_context, low, high, v):
-    """Write lanes 0-7 to the address `low` and lanes 8-15 to the address `high`."""
-
-    def codegen(context, builder, signature, args):
-        for i in (0, 1):
-            half = llvm.shuffle(builder, args[2], args[2], range(8 * i, 8 * i + 8))
-            llvm.store(builder, half, llvm.int64(context, builder, signature, args, i))
-        return context.get_dummy_value()
-
-    return types.none(low, high, v), codegen
 
 
 @intrinsic

@@ -263,10 +263,13 @@ class ThreadPool:
     cores : tuple of int
         Processors to which threads 0, 1, ... are pinned, in turn; empty: none are.  The caller is
         pinned while it computes.
+    crowded : bool
+        Other pools compute at the same time, on fewer cores than threads: a spinning thread keeps
+        those from their core that it waits for.
     """
 
-    def __init__(self, n: int, cores: tuple[int, ...] = ()) -> None:
-        self.n, self.cores = n, cores
+    def __init__(self, n: int, cores: tuple[int, ...] = (), crowded: bool = False) -> None:
+        self.n, self.cores, self.crowded = n, cores, crowded
         self._begin()
 
     def _begin(self) -> None:
@@ -278,7 +281,8 @@ class ThreadPool:
         self._shared = memory[skip:]  # starts with a cache line
         self._at = self._shared.ctypes.data
         self._shared[_YIELD] = _yield_address()
-        self._shared[_SPIN] = _SPINS if n <= available_cores() else _FEW_SPINS
+        crowded = self.crowded or n > available_cores()
+        self._shared[_SPIN] = _FEW_SPINS if crowded else _SPINS
         self._make_tickets(1)
         self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(n - 1)]
         self._done: SimpleQueue[None] = SimpleQueue()

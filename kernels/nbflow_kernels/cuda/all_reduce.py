@@ -27,18 +27,20 @@ ONE_SHOT_BYTES = 256 * 1024
 N_BLOCKS = 64
 """Thread blocks of every launch: block b synchronizes with block b of the other ranks."""
 THREADS = 512
-_TYPES = {"float32": "float", "float16": "Half", "uint16": "Bfloat"}
+DTYPES = {"float32": "float", "float16": "Half", "uint16": "Bfloat"}
+"""dtype of the arrays (uint16: bits of bfloat16) -> type in the source."""
 
 
 @functools.cache
-def _kernel(name: str, element: str) -> Kernel:
+def kernel_of(algorithm: str, dtype: str) -> Kernel:
+    """Return the kernel of an algorithm, ``one_shot`` or ``two_shot``, for arrays of a dtype."""
     return cpp_kernel(
-        __file__, "all_reduce.cu", f"{name}<{element}>",
+        __file__, "all_reduce.cu", f"{algorithm}<{DTYPES[dtype]}>",
         "u64* bases, any* x, any* out, i64 n, i64 most_bytes, i32 n_ranks, i32 rank",
     )  # fmt: skip
 
 
-_ordered_sum = cpp_kernel(
+ordered_sum_kernel = cpp_kernel(
     __file__, "all_reduce.cu", "ordered_sum", "f32* parts, f32* out, i64 n, i32 n_parts"
 )
 
@@ -47,7 +49,7 @@ def ordered_sum(parts: Any, out: Any) -> None:
     """Add the rows of `parts` (R, n) in order, as `AllReduce` does, to `out` (n,), all float32."""
     n_parts, n = parts.shape
     if n:
-        _ordered_sum(min(1024, -(-n // 1024)), 256, (parts, out, n, n_parts))
+        ordered_sum_kernel(min(1024, -(-n // 1024)), 256, (parts, out, n, n_parts))
 
 
 def memory_bytes(most_bytes: int) -> int:
@@ -113,7 +115,7 @@ class AllReduce:
         UsageError
             If the array is larger than the shared memory, not contiguous, or unlike `out`.
         """
-        if x.dtype.name not in _TYPES:
+        if x.dtype.name not in DTYPES:
             raise TypeError(f"x must be float32, float16 or bfloat16 bits, got {x.dtype.name}")
         if out is None:
             out = device_of(x).empty(x.shape, x.dtype)
@@ -132,7 +134,7 @@ class AllReduce:
                 "memory"
             )
         small = self.n_ranks <= 2 or n * x.itemsize <= ONE_SHOT_BYTES
-        kernel = _kernel("one_shot" if small else "two_shot", _TYPES[x.dtype.name])
+        kernel = kernel_of("one_shot" if small else "two_shot", x.dtype.name)
         threads = min(THREADS, max(32, -(-n * x.itemsize // (16 * self.n_blocks * 32)) * 32))
         kernel(
             (self.n_blocks, every), threads,

@@ -288,11 +288,3 @@ def states_of_stream(stream: NDArray[np.uint8], bits: int) -> NDArray[np.int64]:
     for i in range(STATE_BITS):
         states |= padded[:, ends - STATE_BITS + i] << i
     return states
-
-
-def stream_of_states(states: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
-    """Return the streams (n, bytes) whose states are `states` (n, weights)."""
-    newest = states >> STATE_BITS - bits
-    ones = newest[:, :, None] >> np.arange(bits) & 1
-    flat = ones.reshape(len(states), -1).astype(np.uint8)
-    return np.packbits(flat, axis=1, bitorder="little")

@@ -184,12 +184,10 @@ def _unpack_field(block, block_bytes, n_blocks, field, planes, steps, scratch, o
         n_bytes //= 2
     for p in range(read_word(field, FIRST_PLANE), read_word(field, END_PLANE)):
         plane = planes + PLANE_BYTES * p
-        if read_word(plane, KIND) == EIGHT_BYTES:
-            _unpack_bytes(block, block_bytes, n_blocks, plane, steps, to, n_bytes)
-        elif read_word(plane, KIND) == NEIGHBOURS:
-            _unpack_neighbours(block, block_bytes, n_blocks, plane, steps, to, n_bytes)
-        else:
+        if read_word(plane, KIND) == ONE_NUMBER:
             _unpack_numbers(block, block_bytes, n_blocks, plane, steps, to, n_bytes, size)
+        else:
+            _unpack_eights(block, block_bytes, n_blocks, plane, steps, to, n_bytes)
     if radix != 0:
         _split_pairs(to, n // 2, size, radix, read_word(field, INVERSE), out)
     elif changes:
@@ -198,41 +196,22 @@ def _unpack_field(block, block_bytes, n_blocks, field, planes, steps, scratch, o
 
 
 @jit.device_function
-def _unpack_bytes(block, block_bytes, n_blocks, plane, steps, to, n_bytes):
-    """Unpack a plane of numbers of which 8 lie in 8 bytes; a block has `n_bytes` of numbers."""
+def _unpack_eights(block, block_bytes, n_blocks, plane, steps, to, n_bytes):
+    """Unpack a plane of numbers of which 8 lie in 8 bytes, or closely in 1, 2 or 4 bytes.
+
+    A block has `n_bytes` of numbers.
+    """
     mask, shift, flip = read_word(plane, MASK), read_word(plane, SHIFT), read_word(plane, FLIP)
-    first, end, keeps = (
-        read_word(plane, FIRST_STEP),
-        read_word(plane, END_STEP),
-        read_word(plane, KEEPS),
-    )
-    for _ in range(n_blocks):
-        at = to
-        for step in range(steps + 16 * first, steps + 16 * end, 16):
-            eight = (read_i64(block + read_i64(step)) >> read_i64(step + 8)) & mask
-            eight = (eight << shift) ^ flip
-            if keeps != 0:
-                eight ^= read_i64(at)
-            write_i64(at, eight)
-            at += 8
-        block += block_bytes
-        to += n_bytes
-
-
-@jit.device_function
-def _unpack_neighbours(block, block_bytes, n_blocks, plane, steps, to, n_bytes):
-    """Unpack a plane of numbers of which 8 lie in 1, 2 or 4 bytes."""
-    shift, flip, bits = read_word(plane, SHIFT), read_word(plane, FLIP), read_word(plane, WIDTH)
-    first, end, keeps = (
-        read_word(plane, FIRST_STEP),
-        read_word(plane, END_STEP),
-        read_word(plane, KEEPS),
-    )
+    first, end = read_word(plane, FIRST_STEP), read_word(plane, END_STEP)
+    keeps, bits = read_word(plane, KEEPS), read_word(plane, WIDTH)
+    in_bytes = read_word(plane, KIND) == EIGHT_BYTES
     for _ in range(n_blocks):
         at = to
         for step in range(steps + 16 * first, steps + 16 * end, 16):
             source = block + read_i64(step)
-            if bits == 4:
+            if in_bytes:
+                eight = (read_i64(source) >> read_i64(step + 8)) & mask
+            elif bits == 4:
                 eight = spread_8(read_i32(source) & 0xFFFFFFFF, np.int64(4))
             elif bits == 2:
                 eight = spread_8(read_u16(source), np.int64(2))
@@ -259,12 +238,8 @@ def spread_8(numbers, pitch):
 def _unpack_numbers(block, block_bytes, n_blocks, plane, steps, to, n_bytes, size):
     """Unpack a plane of numbers of `size` bytes, one after the other."""
     mask, shift, flip = read_word(plane, MASK), read_word(plane, SHIFT), read_word(plane, FLIP)
-    first, end, keeps = (
-        read_word(plane, FIRST_STEP),
-        read_word(plane, END_STEP),
-        read_word(plane, KEEPS),
-    )
-    width = read_word(plane, WIDTH)
+    first, end = read_word(plane, FIRST_STEP), read_word(plane, END_STEP)
+    keeps, width = read_word(plane, KEEPS), read_word(plane, WIDTH)
     to += read_word(plane, FIRST_NUMBER) * size
     for _ in range(n_blocks):
         at = to

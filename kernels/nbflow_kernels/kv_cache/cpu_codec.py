@@ -183,16 +183,22 @@ def decode_row(kind, source, n, target, padded):
 def decode_rows(kind, table, first, last, n, target, padded, stride):
     """Decode the rows at the addresses [first, last) of a table, `stride` bytes apart.
 
-    8-bit rows of full blocks skip the choice of a decoder, which takes as long as their decoding.
+    Rows of full blocks with a loop of their own choose it once, and follow each other in it where
+    they do in memory: to choose a decoder takes as long as to decode 64 numbers.
     """
-    eight_bits = FIRST_BLOCK_KIND <= kind < FIRST_FLOAT8_KIND and LAYOUTS[kind, MODE] == SIGNED
-    n_blocks = n // 32 if eight_bits and padded == n and n % 32 == 0 else 0
-    for j in range(first, last):
-        row, place = read_i64(table + 8 * j), target + stride * j
-        if n_blocks > 0:
-            _copy_signed(row, n_blocks, place)
-        else:
-            decode_row(kind, row, n, place, padded)
+    mode = _block_loop(kind)
+    if mode < 0 or padded != n or n % 32 != 0:
+        for j in range(first, last):
+            decode_row(kind, read_i64(table + 8 * j), n, target + stride * j, padded)
+        return
+    row_bytes, j = n // 32 * LAYOUTS[kind, BLOCK_BYTES], first
+    while j < last:
+        row, end = read_i64(table + 8 * j), j + 1
+        if stride == 4 * n:
+            while end < last and read_i64(table + 8 * end) == row + (end - j) * row_bytes:
+                end += 1
+        _copy_full_blocks(kind, mode, row, (end - j) * (n // 32), target + stride * j)
+        j = end
 
 
 @jit.device_function
@@ -227,22 +233,36 @@ def copy_floats(kind, source, n, factor, target, padded):
 
 @jit.device_function
 def _copy_blocks(kind, source, n, target, padded):
-    mode, high_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, HIGH_BITS]
-    n_full = n // LAYOUTS[kind, BLOCK]
-    # Dedicated branch-free loops for 8-bit and 4-bit formats; others would gain a third, less than
-    # their compile time is worth.
-    if mode == SIGNED:
-        _copy_signed(source, n_full, target)
-    elif mode == HALVES and high_bits == 0:
-        _copy_4_bits(kind, source, n_full, True, target)
-    elif mode == NIBBLES and high_bits == 0 and LAYOUTS[kind, BLOCK] == 32:
-        _copy_4_bits(kind, source, n_full, False, target)
-    else:
-        n_full = 0
-    first = n_full * LAYOUTS[kind, BLOCK]
+    mode, n_full = _block_loop(kind), np.int64(0)
+    if mode >= 0:
+        n_full = n // 32
+        _copy_full_blocks(kind, mode, source, n_full, target)
+    first = 32 * n_full
     if first < n:
         at = source + n_full * LAYOUTS[kind, BLOCK_BYTES]
         _copy_any(kind, at, n - first, target + 4 * first, padded - first)
+
+
+@jit.device_function
+def _block_loop(kind):
+    """Return the mode of a format whose full blocks have a branch-free loop; -1 for the others.
+
+    Formats of 8, 5 and 4 bits have; others would gain a third, less than the compile time is worth.
+    """
+    if not FIRST_BLOCK_KIND <= kind < FIRST_FLOAT8_KIND or LAYOUTS[kind, BLOCK] != 32:
+        return np.int64(-1)
+    mode, high_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, HIGH_BITS]
+    if mode == SIGNED or (mode in (HALVES, NIBBLES) and high_bits <= 1):
+        return mode
+    return np.int64(-1)
+
+
+@jit.device_function
+def _copy_full_blocks(kind, mode, source, n_blocks, target):
+    if mode == SIGNED:
+        _copy_signed(source, n_blocks, target)
+    else:
+        _copy_4_bits(kind, source, n_blocks, mode == HALVES, target)
 
 
 @jit.device_function
@@ -259,11 +279,14 @@ def _copy_signed(source, n_blocks, target):
 
 @jit.device_function
 def _copy_4_bits(kind, source, n_blocks, halves, target):
-    """Decode full blocks of a scale, an optional base, and 32 codes in 16 bytes."""
+    """Decode full blocks of a scale, an optional base, and 32 codes in 16 bytes.
+
+    A fifth bit of the codes, if any, is in 4 bytes of their own.
+    """
     block_bytes, low_at = LAYOUTS[kind, BLOCK_BYTES], LAYOUTS[kind, LOW_AT]
-    codebook = LAYOUTS[kind, CODEBOOK]
+    codebook, has_high = LAYOUTS[kind, CODEBOOK], LAYOUTS[kind, HIGH_BITS] == 1
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
-    zero = simd.splat_i32(LAYOUTS[kind, ZERO])
+    high_at, zero = LAYOUTS[kind, HIGH_AT], simd.splat_i32(LAYOUTS[kind, ZERO])
     for b in range(n_blocks):
         at, to = source + block_bytes * b, target + 128 * b
         scale = simd.splat_f16(at + scale_at)
@@ -273,6 +296,10 @@ def _copy_4_bits(kind, source, n_blocks, halves, target):
             first, second = simd.and_(byte, simd.splat_i32(15)), simd.shr(byte, simd.splat_i32(4))
         else:
             first, second = load_fields4(at + low_at), load_fields4(at + low_at + 8)
+        if has_high:
+            four = simd.splat_i32(4)
+            first = simd.or_(first, simd.shl(load_fields1(at + high_at), four))
+            second = simd.or_(second, simd.shl(load_fields1(at + high_at + 2), four))
         if codebook != 0:
             first, second = levels_of(codebook, first), levels_of(codebook, second)
         v = simd.fma(scale, simd.to_f32(simd.sub(first, zero)), base)

@@ -12,6 +12,10 @@ from nbflow_kernels.moe.fused_moe import SharedExpert
 from nbflow_kernels.op_case import OpCase
 from nbflow_kernels.quantizers import quantize
 
+INT8 = (
+    "exact integer sums of 32 columns, each scaled (one rounding) and added to partial sums below "
+    "16: 3 * sqrt(K / 16) * 9.5e-7"
+)
 PRODUCT = "float32 sums of K products of N(0, 1) and N(0, 1/K) numbers: 3 * sqrt(K/2) * 2.4e-7"
 
 
@@ -66,7 +70,7 @@ def _weights(rng: np.random.Generator, E: int, N: int, K: int, kind: str) -> Any
 
 def _grouped(
     name: str, lengths: list[int], N: int, K: int, kind: str, *, bias: bool = False,
-    rows: bool = False, unused: int = 0, timed: bool = False,
+    rows: bool = False, unused: int = 0, activations: str = "f32", timed: bool = False,
 ) -> OpCase:  # fmt: skip
     E, P = len(lengths), sum(lengths) + unused
 
@@ -80,12 +84,18 @@ def _grouped(
             made["bias"] = rng.standard_normal((E, N), dtype=np.float32)
         if rows:
             made["rows"] = rng.integers(0, P, P).astype(np.int32)
+        if activations != "f32":
+            made["activations"] = activations
         return made
 
     used = sum(length > 0 for length in lengths)
     row_bytes = FORMATS[kind].row_blocks(K) * FORMATS[kind].block_bytes if timed else 0
+    # "bf16": the reference rounds both sides too, and products of bfloat16 numbers are exact
+    atol, reason = _product_error(K), PRODUCT
+    if activations == "int8":
+        atol, reason = 3 * (K / 16) ** 0.5 * 9.5e-7, INT8
     return OpCase(
-        "grouped_matmul", name, inputs, 0.0, _product_error(K), PRODUCT,
+        "grouped_matmul", name, inputs, 0.0, atol, reason,
         n_bytes=used * N * row_bytes + 4 * P * (N + K),
         n_flops=2 * sum(lengths) * N * K,
         out=((P, N), "float32"),
@@ -206,6 +216,9 @@ CASES = [
     _grouped("q4", [2, 0, 5, 1], 37, 96, "q4", bias=True),
     _grouped("q8_padded_columns", [1, 0, 3], 20, 72, "q8", rows=True),
     _grouped("list_of_kinds", [2, 1, 3], 20, 64, "list"),
+    _grouped("bf16_activations", [2, 0, 5, 1], 37, 96, "q4_0", bias=True, activations="bf16"),
+    _grouped("bf16_long_segment", [70, 3], 20, 96, "q4_0", activations="bf16"),
+    _grouped("int8_activations", [1, 0, 9], 20, 96, "q8_0", rows=True, activations="int8"),
     _grouped("unused_rows", [1, 2], 5, 32, "float32_array", unused=3),
     _grouped("no_rows", [0, 0], 5, 32, "float32_array"),
     _grouped("two_threads", [9, 0, 1, 2], 200, 512, "q4"),

@@ -18,7 +18,8 @@ from nbflow_kernels import cuda
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda as float_cuda
 from nbflow_kernels.quantized_matmul import cuda as quant_cuda
-from nbflow_kernels.quantized_matmul.cuda_dequant_gemm import has_mma_layout
+from nbflow_kernels.quantized_matmul import cuda_gemm_wgmma
+from nbflow_kernels.quantized_matmul.cuda_dequant_gemm import decodes_tiles, has_mma_layout
 
 MIN_ROWS_TO_SYNC = 16
 """Average rows per matrix from which waiting for `indptr` pays."""
@@ -74,20 +75,23 @@ def permute(ids: Any, rows: Any, indptr: Any, inverse: Any, first_id: int = 0) -
     _place_pairs(E + 1, 256, args)
 
 
-def grouped(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any = None) -> None:
+def grouped(
+    x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any = None,
+    activations: str = "f32",
+) -> None:  # fmt: skip
     """See `nbflow_kernels.grouped_matmul`.
 
     `matrices` is an array or `QuantTensor` (E, N, K), or a sequence of matrices.
     """
     E, n_rows = len(indptr) - 1, len(out)
-    one_launch = not isinstance(matrices, list | tuple)
-    if isinstance(matrices, QuantTensor) and not matrices.is_float:
-        one_launch = has_units(matrices)
-    if not one_launch or n_rows >= MIN_ROWS_TO_SYNC * E:
-        _multiply_in_turn(x, matrices, indptr, bias, out, rows)
+    if not multiplies_at_once(matrices, activations) or n_rows >= MIN_ROWS_TO_SYNC * E:
+        _multiply_in_turn(x, matrices, indptr, bias, out, rows, activations)
     elif isinstance(matrices, QuantTensor) and not matrices.is_float:
         if n_rows and matrices.shape[1]:
-            quant_cuda.grouped(x, matrices.units(), E, indptr, rows, bias, matrices.shape[1], out)
+            arithmetic = _supported(matrices, activations)
+            quant_cuda.grouped(
+                x, matrices.units(), E, indptr, rows, bias, matrices.shape[1], arithmetic, out
+            )
     else:
         stack = matrices.array if isinstance(matrices, QuantTensor) else matrices
         float_cuda.matmul(x, stack, bias, False, out, indptr=indptr, rows=rows)
@@ -97,7 +101,19 @@ def grouped(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any =
         _clear_unused(grid, 256, args)
 
 
-def _multiply_in_turn(x, matrices, indptr, bias, out, rows):
+def multiplies_at_once(matrices: Any, activations: str) -> bool:
+    """Return whether one launch can multiply by all matrices."""
+    if not isinstance(matrices, QuantTensor):
+        return not isinstance(matrices, list | tuple)
+    return activations != "bf16" if matrices.is_float else has_units(matrices)
+
+
+def _supported(w: QuantTensor, activations: str) -> str:
+    """Return "f32" instead of "int8" for formats that int8 activations do not multiply."""
+    return "f32" if activations == "int8" and not w.format.takes_int8 else activations
+
+
+def _multiply_in_turn(x, matrices, indptr, bias, out, rows, activations):
     """Multiply by the matrices that have rows, one after the other."""
     if rows is not None:
         x = x[rows]
@@ -106,10 +122,15 @@ def _multiply_in_turn(x, matrices, indptr, bias, out, rows):
             part, own_bias = slice(start, stop), None if bias is None else bias[i]
             if has_units(matrices):
                 units = matrices.units().matrix(i, matrices.shape[1])
-                quant_cuda.multiply(x[part], units, own_bias, False, "f32", out[part])
+                tall = stop - start > quant_cuda.BF16_MAX_ROWS and activations == "bf16"
+                if tall and decodes_tiles(cuda.device_of(x), matrices, stop - start):
+                    cuda_gemm_wgmma.multiply(x[part], units, own_bias, False, out[part])
+                    continue
+                arithmetic = _supported(matrices, activations)
+                quant_cuda.multiply(x[part], units, own_bias, False, arithmetic, out[part])
             else:
                 listed = matrices.matrices() if isinstance(matrices, QuantTensor) else matrices
-                matmul(x[part], listed[i], own_bias, out[part])
+                matmul(x[part], listed[i], own_bias, out[part], activations)
 
 
 def has_units(w: Any) -> bool:
@@ -119,10 +140,10 @@ def has_units(w: Any) -> bool:
     return has_mma_layout(w)
 
 
-def matmul(x: Any, w: Any, bias: Any, out: Any) -> None:
+def matmul(x: Any, w: Any, bias: Any, out: Any, activations: str = "f32") -> None:
     """Multiply by a float or quantized matrix."""
     if isinstance(w, QuantTensor):
-        quant_cuda.qmatmul(x, w, bias, False, "f32", out)
+        quant_cuda.qmatmul(x, w, bias, False, activations, out)
     else:
         float_cuda.matmul(x, w, bias, False, out)
 

@@ -214,8 +214,7 @@ def fused_moe(
     Raises
     ------
     UsageError
-        If shapes do not fit, an id is out of range, or `activations` is unknown or does not suit
-        the device.
+        If shapes do not fit, an id is out of range, or `activations` is unknown.
     TypeError
         If an array has another dtype.
 
@@ -244,7 +243,7 @@ def fused_moe(
     array([[2.5, 2.5]], dtype=float32)
     """
     check_array("x", x, (None, None))
-    check_activations(activations, x)
+    check_activations(activations)
     check_together(x=x, topk_weights=topk_weights, topk_ids=topk_ids, out=out)
     T, H = x.shape
     check_array("topk_weights", topk_weights, (T, None))
@@ -280,8 +279,8 @@ def fused_moe(
     hidden = empty(x, (len(rows), F))
     biases = gate_up_bias, up_bias
     if is_cuda(x):
-        act(_projections_cuda(routed, gate_up, up, indptr, rows, biases), hidden)
-        y = grouped_matmul(hidden, down, indptr, bias=down_bias)
+        act(_projections_cuda(routed, gate_up, up, indptr, rows, biases, activations), hidden)
+        y = grouped_matmul(hidden, down, indptr, bias=down_bias, activations=activations)
     else:  # with the lists, which are checked
         act(_projections(routed[rows], gates, ups, indptr, biases, activations), hidden)
         y = np.empty((len(rows), H), np.float32)
@@ -343,16 +342,16 @@ def _projections(
 
 
 def _projections_cuda(
-    x: Any, gates: Any, ups: Any, indptr: Any, rows: Any, biases: tuple[Any, Any]
+    x: Any, gates: Any, ups: Any, indptr: Any, rows: Any, biases: tuple[Any, Any], activations: str
 ) -> Any:
     """Return gate and up projections concatenated, (P, 2F), or those of `gates` alone."""
     of_gate, of_up = biases
     if ups is None:
-        return grouped_matmul(x, gates, indptr, rows=rows, bias=of_gate)
+        return grouped_matmul(x, gates, indptr, rows=rows, bias=of_gate, activations=activations)
     F = list_matrices("gate_up", gates, x.shape[1])[1]
     both = empty(x, (len(rows), 2 * F))
-    cuda.grouped(x, gates, indptr, of_gate, both[:, :F], rows)
-    cuda.grouped(x, ups, indptr, of_up, both[:, F:], rows)
+    cuda.grouped(x, gates, indptr, of_gate, both[:, :F], rows, activations)
+    cuda.grouped(x, ups, indptr, of_up, both[:, F:], rows, activations)
     return both
 
 

@@ -48,7 +48,7 @@ def grouped_matmul(
         Added to the rows of each segment.
     activations : {"f32", "bf16", "int8"}
         Arithmetic of quantized matrices, as of `qmatmul`; "int8" leaves float formats at "f32".
-        Arrays are multiplied in float32, and on a CUDA device only "f32" is allowed.
+        Arrays are multiplied in float32.
     out : array of float32, shape (P, N), optional
         Where to write the result; it must not overlap `x`.
 
@@ -60,8 +60,8 @@ def grouped_matmul(
     Raises
     ------
     UsageError
-        If the shapes do not fit, `activations` is unknown or does not suit the device, or `indptr`
-        or `rows` are out of range, which is not checked on a CUDA device.
+        If the shapes do not fit, `activations` is unknown, or `indptr` or `rows` are out of range,
+        which is not checked on a CUDA device.
     TypeError
         If an array has another dtype or `weights` another type.
 
@@ -85,7 +85,7 @@ def grouped_matmul(
            [3.],
            [6.]], dtype=float32)
     """
-    check_activations(activations, x)
+    check_activations(activations)
     matrices, N = list_matrices("weights", weights, x.shape[-1])
     check_together(x=x, weights=matrices[0], indptr=indptr, rows=rows, bias=bias, out=out)
     check_array("x", x, (None, None))
@@ -98,7 +98,7 @@ def grouped_matmul(
     out = output_array(x, (P, N), out)
     if is_cuda(x):
         stack = weights if hasattr(weights, "shape") else list(matrices)
-        cuda.grouped(x, stack, indptr, bias, out, rows)
+        cuda.grouped(x, stack, indptr, bias, out, rows, activations)
         return out
     if indptr[0] != 0 or indptr[-1] > P or (np.diff(indptr) < 0).any():
         raise UsageError(f"indptr must rise from 0 to at most the number of rows, {P}")
@@ -110,15 +110,10 @@ def grouped_matmul(
     return out
 
 
-def check_activations(activations: str, x: Any) -> None:
-    """Raise unless grouped products on the device of `x` have this arithmetic."""
+def check_activations(activations: str) -> None:
+    """Raise unless grouped products have this arithmetic."""
     if activations not in ACTIVATIONS:
         raise unknown_name("kind of activations", activations, ACTIVATIONS)
-    if activations != "f32" and is_cuda(x):
-        raise UsageError(
-            f"activations={activations!r} needs arrays in host memory; on a CUDA device grouped "
-            "products take activations='f32'"
-        )
 
 
 def list_matrices(name: str, weights: Any, K: int) -> tuple[Sequence[Any], int]:

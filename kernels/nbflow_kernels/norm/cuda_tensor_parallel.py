@@ -6,11 +6,11 @@ from typing import Any
 
 from nbflow_kernels import cuda
 
-_sum_squares = cuda.cpp_kernel(
+sum_squares_kernel = cuda.cpp_kernel(
     __file__, "cuda_tensor_parallel.cu", "sum_squares",
     "f32* x, f32* out, i32 E, i64 x_row, i64 out_row, i32 counts",
 )  # fmt: skip
-_rms_with_sums = cuda.cpp_kernel(
+rms_kernel = cuda.cpp_kernel(
     __file__, "cuda_tensor_parallel.cu", "rms_with_sums",
     "f32* x, f32* sums, f32* weight, f32* out, i32 E, i64 x_row, i64 sums_row, i64 out_row, "
     "f32 width, f32 eps, f32 offset",
@@ -20,7 +20,7 @@ _rms_with_sums = cuda.cpp_kernel(
 def sum_squares(x: Any, counts: bool, out: Any) -> None:
     """Write each row's sum of squares (0 unless it counts) to (T,)."""
     if len(x):
-        _sum_squares(len(x), 256, (x, out, x.shape[1], _stride(x), _stride(out), int(counts)))
+        sum_squares_kernel(len(x), 256, (x, out, x.shape[1], _stride(x), _stride(out), int(counts)))
 
 
 def rmsnorm_with_sums(
@@ -32,7 +32,7 @@ def rmsnorm_with_sums(
             x, sums, weight, out, x.shape[1], _stride(x), _stride(sums), _stride(out),
             float(width), eps, offset,
         )  # fmt: skip
-        _rms_with_sums(len(x), 256, args)
+        rms_kernel(len(x), 256, args)
 
 
 def _stride(x: Any) -> int:

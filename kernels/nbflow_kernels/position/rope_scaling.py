@@ -119,12 +119,22 @@ class RopeScaling:
             if key not in known:
                 raise unknown_name(f"key of rope_type {kind!r}", key, known)
             if value is not None:
-                numbers[known[key]] = tuple(value) if isinstance(value, list) else value
+                numbers[known[key]] = _checked(key, value)
         _complete(scaling, numbers, max_position, original_max_position)
         missing = [name for name in known if name in _NEEDED and name not in numbers]
         if missing:
             raise UsageError(f"rope_type {kind!r} needs {' and '.join(missing)}; found none")
         return scaling(**numbers)
+
+
+def _checked(key: str, value: Any) -> Any:
+    """Return a value of a config.json: a number, true or false for `truncate`, or a tuple."""
+    if key == "truncate" and not isinstance(value, bool):
+        raise UsageError(f"{key} must be true or false, got {value!r:.80}")
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, int | float) or isinstance(item, bool) != (key == "truncate"):
+            raise UsageError(f"{key} must be a number, or a list of numbers, got {value!r:.80}")
+    return tuple(value) if isinstance(value, list) else value
 
 
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")

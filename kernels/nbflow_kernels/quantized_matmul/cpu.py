@@ -6,8 +6,8 @@ activations     rows                           kernel
 float32         1                              `cpu_gemv_f32.gemv`
 float32         2 and more                     `cpu_gemm_f32_bf16.gemm_f32`
 bfloat16        any                            `cpu_gemm_f32_bf16.gemm_bf16`
-int8            up to 8 (32 or 64 for codes    `cpu_gemv_int8.gemv`, 1, 4 or 8 rows at a time
-                of 4 or 8 bits)                (at most 4 with a scale for each 16 columns)
+int8            up to 16 (8 or 9 for formats   `cpu_gemv_int8.gemv`, 1, 2, 3, 4 or 8 rows at a time
+                that take long to decode)      (at most 4 with a scale for each 16 columns)
 int8            more                           `cpu_gemm_int8.gemm`
 ==============  =============================  =====================================================
 
@@ -25,7 +25,7 @@ import numpy as np
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.formats.column_order import gather_columns
 from nbflow_kernels.formats.floats import PackedFloats
-from nbflow_kernels.formats.layout_cpu import ROWS, CpuLayout, CpuPacked
+from nbflow_kernels.formats.layout_cpu import PAIRS, ROWS, CpuLayout, CpuPacked
 from nbflow_kernels.formats.registry import Floats
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cpu_packed
@@ -124,15 +124,21 @@ def _matmul_int8(
 
 
 def int8_kernel(form: CpuLayout, n_rows: int) -> Any:
-    """Return the kernel for a number of rows of int8 activations."""
-    fours = form.sub_block == 16 or n_rows <= 4
-    simple = form.bits in (4, 8) and form.values is None and not form.trellis and not fours
-    if n_rows > (16 if simple and n_rows > 12 else 8):  # 13 to 16: two tiles of 8 are faster
+    """Return the kernel for a number of rows of int8 activations, at least 1."""
+    # a trellis and pairs of codes take long to decode, and q2_k and q3_k gain most by the GEMM
+    costly = form.trellis or form.bits == PAIRS
+    if n_rows > (8 if costly else 16 if form.folded_zero is None else 9):
         return cpu_gemm_int8.gemm(form)
-    if n_rows == 1:
-        return cpu_gemv_int8.gemv(form, 1)
+    return cpu_gemv_int8.gemv(form, gemv_tile(form, n_rows))
+
+
+def gemv_tile(form: CpuLayout, n_rows: int) -> int:
+    """Return how many rows the int8 GEMV multiplies at a time, of up to 16."""
+    passes = -(-n_rows // 4)
+    tile = -(-n_rows // passes)
+    costly = form.trellis or form.bits == PAIRS
     # 8 rows with two sums for each piece exceed the registers: 1.2 to 1.9 times slower
-    return cpu_gemv_int8.gemv(form, 4 if fours else 8)
+    return 8 if form.sub_block != 16 and passes % 2 == 0 and (tile == 4 or costly) else tile
 
 
 def _work(packed: CpuPacked, n_rows: int) -> float:

@@ -10,8 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.cpu import jit, register_tiles_int8, simd, simd_int8
-from nbflow_kernels.cpu.simd_memory import allocate, prefetch, prefetch_write, release, write_f32
+from nbflow_kernels.cpu import jit, register_tiles_int8, simd, simd_int8, simd_shuffle
+from nbflow_kernels.cpu.simd_memory import (
+    allocate,
+    load_first,
+    prefetch,
+    prefetch_write,
+    release,
+)
 from nbflow_kernels.formats.decode_cpu import base_of, codes, d_of, folded, m_of, scale_of
 from nbflow_kernels.formats.layout_cpu import CpuLayout
 from nbflow_kernels.matmul.cpu_packed_tiles import epilogue
@@ -51,12 +57,47 @@ def write_tile(sums, bias, accumulate, out, token, n_tokens, group, n_groups):
             epilogue(simd.load_f32(total_at), bias, accumulate, out, token + t, group + g)
 
 
+@jit.device_function
+def write_starts(sums, n_rows, n, per_start, factor, to):
+    """Write n int32 of each row: `factor` times the sum of `per_start` (1 or 2) of its sums.
+
+    The last vector may go beyond the `n` numbers, by up to 60 bytes behind the last row.
+    """
+    for t in range(n_rows):
+        at = simd.address(sums) + t * sums.strides[0]
+        for i in range(0, n, 16):
+            first = load_first(at + 4 * per_start * i, per_start * (n - i), 0.0)
+            if per_start == 2:
+                second = load_first(at + 8 * i + 64, 2 * (n - i) - 16, 0.0)
+                even, odd = simd_shuffle.evens(first, second), simd_shuffle.odds(first, second)
+                total = simd.add(simd.as_i32(even), simd.as_i32(odd))
+            else:
+                total = simd.as_i32(first)
+            simd.store_i32(to + 4 * i, simd.mul(total, simd.splat_i32(factor)))
+        to += 4 * n
+
+
+@jit.device_function
+def write_weighted(sums, scales, n_rows, n, per_scale, to):
+    """Write scale * sum for n sums of each row; 1 or 2 share a scale.  As `write_starts`."""
+    for t in range(n_rows):
+        at = simd.address(sums) + t * sums.strides[0]
+        scales_at = simd.address(scales) + t * scales.strides[0]
+        for i in range(0, n, 16):
+            total = simd.to_f32(simd.as_i32(load_first(at + 4 * i, n - i, 0.0)))
+            scale = load_first(scales_at + 4 * (i // per_scale), (n - i) // per_scale, 0.0)
+            if per_scale == 2:
+                scale = simd_shuffle.twice_low(scale)
+            simd.store_f32(to + 4 * i, simd.mul(scale, total))
+        to += 4 * n
+
+
 @functools.cache
 def gemm(form: CpuLayout) -> Any:
     """Return the kernel for row groups [start, stop) and many rows of activations.
 
     The codes of two row groups are unpacked to bytes, then multiplied by `TOKENS` rows at a time,
-    while the next two groups, and the outputs, are prefetched.
+    while the next two groups, a part with each tile, and the outputs are prefetched.
 
     Where a sub-block's integer scale times its codes fits in bytes (q2_k, q3_k), the codes are
     unpacked as these products: the dot product is then the sum over all 32 columns of a piece.
@@ -69,7 +110,7 @@ def gemm(form: CpuLayout) -> Any:
     vectors, sums_per_piece = 8 // runs, 2 if halves else 1
     unit_vectors, per_scale = form.unit // 4, form.sub_block // 4
     zero = form.zero if folded_zero is None else folded_zero
-    per_start, shift, negative_zero = sums_per_piece // runs, sums_per_piece - 1, np.int32(-zero)
+    per_start, negative_zero = sums_per_piece // runs, np.int32(-zero)
     bits = 8 if folds else form.operand_bits
     lines = -(-2 * block_bytes // (pieces * LINE))  # prefetched per piece
 
@@ -82,7 +123,7 @@ def gemm(form: CpuLayout) -> Any:
         n_step = n_pieces * runs * 4 if zero else 0
         y_step = n_pieces * sums_per_piece * 4 if has_base else 0
         n_bytes = 2 * (w_step + s_step + d_step + b_step) + 128 * TOKENS
-        memory = allocate(n_bytes + n_padded * (n_step + y_step) + 128)
+        memory = allocate(n_bytes + n_padded * (n_step + y_step) + 192)
         w_base = (memory + 63) // 64 * 64
         s_base = w_base + 2 * w_step
         d_base = s_base + 2 * s_step
@@ -90,23 +131,14 @@ def gemm(form: CpuLayout) -> Any:
         result = b_base + 2 * b_step
         starts = result + 128 * TOKENS
         weighted = starts + n_padded * n_step + 64
-        to = starts
-        for t in range(n_padded if zero else 0):
-            for i in range(n_pieces * runs):
-                total_sum = sums[t, per_start * i]
-                if per_start == 2:
-                    total_sum += sums[t, 2 * i + 1]
-                simd.store_i32(
-                    to, simd.splat_i32(negative_zero * total_sum)
-                )  # the first lane stays
-                to += 4
-        to = weighted
-        for t in range(n_padded if has_base else 0):
-            for i in range(n_pieces * sums_per_piece):
-                write_f32(to, scales[t, i >> shift] * np.float32(sums[t, i]))
-                to += 4
+        if zero:
+            write_starts(sums, n_padded, n_pieces * runs, per_start, negative_zero, starts)
+        if has_base:
+            n_bases = n_pieces * sums_per_piece
+            write_weighted(sums, scales, n_padded, n_bases, sums_per_piece, weighted)
         x_step, xs_step = x.strides[0], scales.strides[0]
         one = simd.splat(1.0)
+        passes = n_padded // TOKENS
         for first in range(start, stop, 2):
             n_groups = min(2, stop - first)
             for g in range(n_groups):
@@ -149,13 +181,14 @@ def gemm(form: CpuLayout) -> Any:
                 w_at, s_at, d_at, b_at = w_base, s_base, d_base, b_base
                 prefetch_tile(out, token, first)
                 next_at = simd.address(packed) + (first + 2) * n_blocks * block_bytes
+                turn = token // TOKENS
                 for _ in range(n_blocks):
                     inner = register_tiles_int8.zeros(2, TOKENS) if one_d and halves else total
                     for _ in range(pieces):
-                        if token == 0:
+                        if turn == 0:
                             for line in range(lines):
                                 prefetch(next_at + LINE * line)
-                            next_at += LINE * lines
+                        next_at += LINE * lines
                         for t in range(TOKENS):
                             prefetch(x_at + (TOKENS + t) * x_step)
                         part = register_tiles_int8.zeros(2, TOKENS)
@@ -194,6 +227,7 @@ def gemm(form: CpuLayout) -> Any:
                         d_at += 64
                     else:
                         total = inner
+                    turn = passes - 1 if turn == 0 else turn - 1
                 if has_base:
                     total = register_tiles_int8.add(total, bases)
                 register_tiles_int8.store(result, total)

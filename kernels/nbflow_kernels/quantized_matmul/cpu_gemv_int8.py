@@ -1,4 +1,4 @@
-"""CPU GEMV of block formats (q4_0, q4_k, ...) with int8 activations, 1, 4 or 8 rows at a time.
+"""CPU GEMV of block formats (q4_0, q4_k, ...) with int8 activations, 1 to 4 or 8 rows at a time.
 
 A *piece* is 32 columns, which share one activation scale x.  Products of codes of one sub-block are
 added as integers, exactly; then, in float32,
@@ -35,7 +35,8 @@ from nbflow_kernels.matmul.cpu_packed_tiles import epilogue
 # Distance ahead on a Zen 4.  One row: from about 2.5 KB on, a core reads 21 GB/s instead of 30, as
 # the processor's own prefetches come later than these, of which a core has some 24 in flight.
 # Several rows: the product takes longer than the memory, and within 2 KB the two do not overlap
-# (q6_k, 4 rows: 72 ps a weight, where 29 come from the caches); from 8 KB on they do.
+# (q6_k, 4 rows: 72 ps a weight, where 29 come from the caches); from 8 KB on they do.  Two or three
+# rows of 8 bits still wait for the memory: q8_0 takes 35 ps with 1 KB and 48 with 8.
 PREFETCH_BYTES, PREFETCH_BYTES_OF_ROWS = 1024, 8192
 LINE = 64  # bytes of a cache line
 
@@ -49,11 +50,13 @@ def piece_vectors(form: CpuLayout) -> int:
 def gemv(form: CpuLayout, tokens: int) -> Any:
     """Return the kernel for row groups [start, stop), which multiplies `tokens` rows at a time.
 
-    Codes go from memory to registers; further rows of activations find the group in the cache.
+    Codes go from memory to registers; further rows of activations find the group in the cache, and
+    each pass over them prefetches another part of the next group's blocks.
     Weights are read as one stream, prefetched some kilobytes ahead: the instructions of two to
     four pieces fill the processor's reorder window, so that its own loads are seldom early enough.
     """
-    distance = PREFETCH_BYTES if tokens == 1 else PREFETCH_BYTES_OF_ROWS
+    waits = tokens < (4 if form.bits == 8 else 2)  # for the memory
+    distance = PREFETCH_BYTES if waits else PREFETCH_BYTES_OF_ROWS
     halves, one_d, has_base = form.sub_block == 16, form.one_d, form.base != "none"
     shift, negative_zero = 1 if halves else 0, np.int32(-form.zero)
     units, pieces, block_bytes = form.block // form.unit, form.unit // 32, form.block_bytes
@@ -78,6 +81,7 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
         x_step, xs_step = x.strides[0], scales.strides[0]
         n_step, y_step = starts.strides[0], weighted.strides[0]
         one = simd.splat(1.0)
+        passes = n_padded // tokens
         for group in range(start, stop):
             for first in range(0, n_tokens, tokens):
                 at = simd.address(packed) + group * n_blocks * block_bytes
@@ -86,8 +90,11 @@ def gemv(form: CpuLayout, tokens: int) -> Any:
                 n_at = simd.address(starts) + first * n_step
                 y_at = simd.address(weighted) + first * y_step
                 total = bases = register_tiles_int8.zeros(1, tokens)
-                ahead = at + distance if first == 0 else at
+                ahead, turn = at + distance, first // tokens
                 for _ in range(n_blocks):
+                    if tokens > 1 and passes > 1:
+                        ahead = at + n_blocks * block_bytes if turn == 0 else at
+                        turn = passes - 1 if turn == 0 else turn - 1
                     inner = register_tiles_int8.zeros(1, tokens) if one_d and halves else total
                     d, m = d_of(form, at, 0), m_of(form, at, 0)
                     for unit in range(units):

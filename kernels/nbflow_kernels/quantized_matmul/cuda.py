@@ -230,31 +230,32 @@ def _rounds_first(form: MmaLayout, activations: str) -> int:
 
 
 def grouped(
-    x: Any, w: MmaPacked, n_matrices: int, indptr: Any, rows: Any, bias: Any, n_rows: int, out: Any
-) -> None:
+    x: Any, w: MmaPacked, n_matrices: int, indptr: Any, rows: Any, bias: Any, n_rows: int,
+    activations: str, out: Any,
+) -> None:  # fmt: skip
     """Multiply rows ``indptr[e]:indptr[e + 1]`` (of `rows` of `x`) by matrix e: grouped GEMV.
 
     A matrix has `n_rows` rows and is read once for 8 rows of activations.
     """
     device, form = device_of(x), w.form
+    arithmetic = ActivationPrecision.of(form, activations)
     n_tiles, tile_bytes = ceil_div(n_rows, ROWS), form.tile_bytes(w.n_columns)
-    tokens = next(
-        (
-            n
-            for n in (8, 4, 2, 1)
-            if _gemv_shared_bytes(record_bytes(form, n), w.n_columns, 1) <= half_of_shared(device)
-        ),
-        1,
-    )
-    shared = _gemv_shared_bytes(record_bytes(form, tokens), w.n_columns, 1)
+
+    def shared_bytes(tokens: int) -> int:
+        return _gemv_shared_bytes(
+            record_bytes(form, tokens, arithmetic), w.n_columns, 1, arithmetic
+        )
+
+    half = half_of_shared(device)
+    tokens = next((n for n in (8, 4, 2, 1) if shared_bytes(n) <= half), 1)
     grid = min(n_tiles, max(1, 2 * device.n_sms))
-    gemv_kernel(form, tokens, is_whole(w.n_columns))(
+    gemv_kernel(form, tokens, is_whole(w.n_columns, arithmetic), arithmetic)(
         (grid, 1, n_matrices), 32 * WARPS,
         (
             w.data, x, bias, out, None, None, indptr, rows, n_tiles * tile_bytes, tile_bytes,
-            *_strides(x, out), len(x), n_rows, w.n_columns, 0.0, 0,
+            *_strides(x, out), len(x), n_rows, w.n_columns, 0.0, _rounds_first(form, activations),
         ),
-        shared=shared,
+        shared=shared_bytes(tokens),
     )  # fmt: skip
 
 

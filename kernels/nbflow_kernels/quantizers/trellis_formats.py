@@ -14,7 +14,7 @@ from nbflow_kernels.quantizers.block_formats import BlockQuantizer
 from nbflow_kernels.quantizers.search.trellis import search
 
 STEPS = (0.94, 1.06)
-"""Scales that "search" tries beside that of "reference", relative to it."""
+"""Scales that "search" tries besides that of "reference", relative to it."""
 NORMAL = {2: 1 / 45.18, 3: 1 / 42.2, 4: 1 / 39.85}
 """Scale of normally distributed weights by bits, relative to their root mean square."""
 

@@ -42,11 +42,13 @@ from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.utils.json_file import read_object
+from nbflow.utils.toml_schema import check_value
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers.gptq import output_errors
 
 ROWS = 4096  # quantized per pass
-FACTS = ("model", "quantizer", "n_tokens", "window")
+FACTS = {"model": str, "quantizer": str, "n_tokens": int, "window": int}
+"""Facts of every file, with their types."""
 VERSION = 1
 """Version of the file; others are measured again."""
 EXACT_KV = "f32"
@@ -156,29 +158,42 @@ def read_sensitivity(path: str | os.PathLike[str]) -> Sensitivity:
         raise UsageError(
             f"{where}: not a sensitivity file of version {VERSION}; remove it to measure again"
         )
-    try:
-        found = Sensitivity(
-            shapes={str(m): (int(n), int(k)) for m, (n, k) in content["shapes"].items()},
-            errors={str(m): _numbers(e) for m, e in content["errors"].items()},
-            **{name: _numbers(content[name]) for name in ("slopes", "uniform", "keys", "values")},
-            facts=dict(content["facts"]),
-        )
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{where}: not a sensitivity file: {error}") from error
-    missing = [name for name in FACTS if name not in found.facts]
-    if missing:
-        raise UsageError(f"{where}: its facts lack {missing[0]}; remove it to measure again")
+    tables = {name: _table(content[name], f"{where}: {name}") for name in names}
+    shapes = {m: _shape(size, f"{where}: shapes: {m}") for m, size in tables["shapes"].items()}
+    errors = {m: _numbers(e, f"{where}: errors: {m}") for m, e in tables["errors"].items()}
+    single = ("slopes", "uniform", "keys", "values")
+    numbers = {name: _numbers(tables[name], f"{where}: {name}") for name in single}
+    facts = tables["facts"]
+    for name, kind in FACTS.items():
+        check_value(facts.get(name), f"{where}: facts: {name}", kind)
+    found = Sensitivity(shapes=shapes, errors=errors, **numbers, facts=facts)
     matrices = {frozenset(found.shapes), frozenset(found.errors), frozenset(found.slopes)}
     if len(matrices) != 1 or len({frozenset(e) for e in found.errors.values()}) != 1:
         raise UsageError(f"{where}: matrices and formats of its tables differ; measure again")
     return found
 
 
-def _numbers(table: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {str(name): float(value) for name, value in table.items()}
-    if not all(math.isfinite(value) and value >= 0 for value in numbers.values()):
-        raise ValueError("numbers must be finite and at least 0")
-    return numbers
+def _table(value: Any, where: str) -> dict[str, Any]:
+    table: dict[str, Any] = check_value(value, where, dict)
+    return table
+
+
+def _numbers(value: Any, where: str) -> dict[str, float]:
+    """Return a table of numbers that are finite and at least 0."""
+    found = {}
+    for name, number in _table(value, where).items():
+        found[name] = float(check_value(number, f"{where}: {name:.80}", float))
+        if not 0 <= found[name] < math.inf:
+            raise UsageError(f"{where}: {name:.80}: must be at least 0 and finite, got {number}")
+    return found
+
+
+def _shape(value: Any, where: str) -> tuple[int, int]:
+    """Return rows and columns of a matrix."""
+    sizes = check_value(value, where, [int])
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise UsageError(f"{where}: must be rows and columns, both from 1, got {value!r:.80}")
+    return sizes[0], sizes[1]
 
 
 def matrix_errors(

@@ -52,7 +52,7 @@ _DEVICE_NUMBER = re.compile(r"(?<![:\d])\d+")  # not the number of layers in 0:3
 _READ_WITH_ANY = ("min_k", "max_k", "top_p", "pool_size", "eos_bypassing_max")
 """Parameters that Inferflow accepts with any strategy."""
 _FILE_FORMATS = ("gguf", "ggml", "llama2.c")
-"""Formats whose weights are one file, which may lie beside others."""
+"""Formats whose weights are one file, which may lie next to others."""
 _MAX_SPEC_BYTES = 1_000_000
 
 

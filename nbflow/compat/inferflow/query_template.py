@@ -178,8 +178,9 @@ def _turns(messages: list[dict[str, Any]], where: str) -> tuple[str, list[tuple[
             f"got {', '.join(roles[:20])}; use a Jinja template for other conversations"
         )
     texts = [message["content"] for message in messages]
-    if not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"{where}: takes content as text, not as a list of parts")
+    wrong = [type(text).__name__ for text in texts if not isinstance(text, str)]
+    if wrong:
+        raise UsageError(f"{where}: takes content as text, got {wrong[0]}")
     said = texts[first:]
     answers = [*said[1::2], ""]  # the last turn may have none yet
     return "".join(texts[:first]), list(zip(said[::2], answers, strict=False))

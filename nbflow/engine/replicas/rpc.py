@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
-from nbflow.engine.errors import EngineClosed, QueueFull
+from nbflow.engine.errors import EngineClosed, QueueFull, sendable
 from nbflow.engine.limits import Limits
 from nbflow.engine.llm import LLM
 from nbflow.engine.llm_engine import LLMEngine
@@ -39,7 +39,6 @@ from nbflow.engine.replicas.address import (
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.request_handle import OnEvents, RequestHandle
 from nbflow.engine.stats import EngineStats
-from nbflow.sampling.structured_output import StructureError
 from nbflow_kernels.errors import UsageError
 
 START_S = 300.0
@@ -362,15 +361,15 @@ class _ReplicaServer:
             told = True
             facts = {name: getattr(handle.request, name) for name in names}
             if facts.get("error") is not None:
-                facts["error"] = _sendable(facts["error"])
+                facts["error"] = sendable(facts["error"])
             self._out.put(("events", number, [_plain(e) for e in events], facts))
             if self._engine.failure is not None:  # "close" still follows
-                self._out.put(("end", 0, _sendable(self._engine.failure)))
+                self._out.put(("end", 0, sendable(self._engine.failure)))
 
         try:
             self._handles[number] = self._engine.submit(request, on_events)
         except Exception as error:  # the engine refused the request
-            event = TokenOutput(None, finish_reason="error", error=_sendable(error))
+            event = TokenOutput(None, finish_reason="error", error=sendable(error))
             facts = {"finish_reason": "error", "error": event.error}
             self._out.put(("events", number, [event], facts))
 
@@ -378,7 +377,7 @@ class _ReplicaServer:
         try:
             result = getattr(self._engine, method)(*args, **options)
         except Exception as error:
-            self._out.put(("answer", number, None, _sendable(error)))
+            self._out.put(("answer", number, None, sendable(error)))
         else:
             self._out.put(("answer", number, result, None))
 
@@ -412,11 +411,4 @@ def _plain(event: TokenOutput) -> TokenOutput:
     """Return an event with a picklable error."""
     if event.error is None:
         return event
-    return dataclasses.replace(event, error=_sendable(event.error))
-
-
-def _sendable(error: BaseException) -> Exception:
-    """Return a picklable error: `UsageError`s unchanged, others as text."""
-    if isinstance(error, UsageError) and type(error) in (UsageError, StructureError):
-        return error
-    return RuntimeError(f"{type(error).__name__}: {error}")
+    return dataclasses.replace(event, error=sendable(event.error))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import ClassVar
 
 from fastapi import APIRouter, Request
@@ -12,11 +11,9 @@ from starlette.responses import Response
 from nbflow.engine.classify import classification, classification_requests, head_of
 from nbflow.engine.request import Request as EngineRequest
 from nbflow.server.errors import ApiError, json_response
-from nbflow.server.generation_request import GenerationRequest
+from nbflow.server.routes.evaluation import evaluate
 from nbflow.server.schemas import Body, Text, split_texts
-from nbflow.server.served_model import ServedModel
-from nbflow.server.state import ServerState, State, note
-from nbflow.server.stream import GenerationStream, unless_gone
+from nbflow.server.state import State
 from nbflow.server.workers import check_wanted
 
 router = APIRouter(tags=["vLLM"])
@@ -83,29 +80,3 @@ async def classify(body: ClassifyBody, request: Request, state: State) -> Respon
             "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
         }
     )
-
-
-async def evaluate(
-    served: ServedModel,
-    prepare: Callable[[], list[EngineRequest]],
-    n_texts: int,
-    request: Request,
-    state: ServerState,
-    param: str,
-    user: str | None = None,
-) -> list[EngineRequest]:
-    """Run requests without new tokens, which a worker prepares, and return them finished."""
-    most = state.config.limits.choices
-    if not 1 <= n_texts <= most:
-        raise ApiError(400, f"{param} must have 1 to {most} texts, got {n_texts}", param=param)
-    requests = await state.workers.run_for(request.receive, prepare)
-    n_tokens = sum(len(one.prompt) for one in requests)
-    note(request, model=served.name, user=user, prompt_tokens=n_tokens, n=len(requests))
-    for one in requests:
-        one.deadline = state.config.limits.request_s or None
-    generation = GenerationStream(
-        served, [GenerationRequest(one) for one in requests], state.bridge, state.metrics
-    )
-    async with generation:
-        await unless_gone(request.receive, generation.collect())
-    return requests

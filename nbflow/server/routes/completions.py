@@ -53,7 +53,7 @@ def prompt_ids(
 ) -> list[list[int]]:
     """Return the token ids of prompts; error messages name the field `param`."""
     if not prompts:
-        raise ApiError(400, "there must be at least one text", param=param)
+        raise ApiError(400, f"{param}: must have at least one text, got []", param=param)
     for prompt in prompts:
         if isinstance(prompt, str):
             served.check_size(prompt, param)

@@ -9,12 +9,12 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from nbflow.engine.request import Request as EngineRequest
 from nbflow.server.errors import ApiError, json_response
-from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.routes.completions import prompt_ids
+from nbflow.server.routes.evaluation import evaluate
 from nbflow.server.schemas import EmbeddingBody, split_texts
-from nbflow.server.state import State, note
-from nbflow.server.stream import GenerationStream, unless_gone
+from nbflow.server.state import State
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -32,23 +32,14 @@ async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Res
             param="dimensions",
         )
     texts = split_texts(body.input)
-    most = state.config.limits.choices
-    if len(texts) > most:
-        raise ApiError(400, f"input may have at most {most} texts, got {len(texts)}", param="input")
-    ids = await state.workers.run_for(
-        request.receive, prompt_ids, served, texts, body.add_special_tokens, "input"
-    )
-    n_tokens = sum(map(len, ids))
-    note(request, model=served.name, user=body.user, prompt_tokens=n_tokens, n=len(ids))
     pooling = body.pooling or ("last" if spec.causal else "mean")
-    requests = served.model.embedding_requests(ids, pooling=pooling, normalize=body.normalize)
-    for text in requests:
-        text.deadline = state.config.limits.request_s or None
-    generation = GenerationStream(
-        served, [GenerationRequest(text) for text in requests], state.bridge, state.metrics
-    )
-    async with generation:
-        await unless_gone(request.receive, generation.collect())
+
+    def prepare() -> list[EngineRequest]:
+        ids = prompt_ids(served, texts, body.add_special_tokens, "input")
+        return served.model.embedding_requests(ids, pooling=pooling, normalize=body.normalize)
+
+    requests = await evaluate(served, prepare, len(texts), request, state, "input", body.user)
+    n_tokens = sum(len(text.prompt) for text in requests)
     as_base64 = body.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": i, "embedding": _written(text.vector, as_base64)}

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from nbflow.engine.fill_mask import check_fills, fillings, mask_request, masked_ids
 from nbflow.engine.request import Request as EngineRequest
 from nbflow.server.errors import ApiError, json_response
-from nbflow.server.routes.classify import evaluate
+from nbflow.server.routes.evaluation import evaluate
 from nbflow.server.schemas import Body
 from nbflow.server.state import State
 from nbflow.server.workers import check_wanted

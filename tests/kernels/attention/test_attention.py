@@ -21,7 +21,7 @@ from nbflow_kernels.attention import (
 from nbflow_kernels.attention.cases import ATOL
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import get_num_threads, set_num_threads
-from nbflow_kernels.cpu.simd_memory import store_halves, sum16
+from nbflow_kernels.cpu.simd_memory import sum16
 from nbflow_kernels.errors import UsageError
 
 MIXED = [70, 1, 200, 0, 64, 130]  # keys of each request
@@ -236,7 +236,7 @@ def _sums(rows: Any, found: Any, single: Any) -> None:
         simd.load_f32(r + 640), simd.load_f32(r + 704), simd.load_f32(r + 768),
         simd.load_f32(r + 832), simd.load_f32(r + 896), simd.load_f32(r + 960),
     )  # fmt: skip
-    store_halves(simd.address(found), simd.address(found) + 32, total)
+    simd.store_f32(simd.address(found), total)
     for i in range(16):
         single[i] = simd.sum(simd.load_f32(r + 64 * i))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from nbflow_kernels.cpu import register_tiles, register_tiles_lower, simd
+from nbflow_kernels.cpu import register_tiles, register_tiles_lower, register_tiles_sums, simd
 from nbflow_kernels.quantized_matmul.reference import to_bf16
 
 INF, NAN = np.float32(np.inf), np.float32(np.nan)
@@ -113,6 +113,31 @@ def test_lane_sums_are_products_of_rows(rng: np.random.Generator) -> None:
     out = np.empty((4, 4), np.float32)
     _lanes(w, x, out)
     np.testing.assert_array_equal(out, x @ w.T)
+
+
+@njit
+def _sums(tiles: Any, out: Any) -> None:
+    at = simd.address(tiles)
+    half = register_tiles_sums.half_lanes()
+    first = register_tiles_sums.fold_lanes(register_tiles.load(2, 8, at), half)
+    second = register_tiles_sums.fold_lanes(register_tiles.load(2, 8, at + 1024), half)
+    register_tiles_sums.store_sums(simd.address(out), out.strides[0], first, second)
+
+
+@njit
+def _sum(tiles: Any, out: Any) -> None:
+    for i in range(32):
+        out[i] = simd.sum(simd.load_f32(simd.address(tiles) + 64 * i))
+
+
+def test_folded_tiles_have_the_sums_of_single_vectors(rng: np.random.Generator) -> None:
+    tiles = rng.standard_normal((2, 8, 2, 16)).astype(np.float32)
+    out, want = np.full((8, 5), NAN, np.float32), np.full(32, NAN, np.float32)
+    _sums(tiles, out)
+    _sum(tiles, want)  # bit for bit
+    by_token = want.reshape(2, 8, 2).transpose(1, 0, 2).reshape(8, 4)
+    np.testing.assert_array_equal(out[:, :4], by_token)
+    assert np.isnan(out[:, 4]).all()
 
 
 @njit

@@ -18,6 +18,7 @@ from nbflow_kernels.cpu import (
     register_tiles,
     register_tiles_int8,
     register_tiles_lower,
+    register_tiles_sums,
     simd,
     simd_compare,
     simd_double,
@@ -105,7 +106,6 @@ def use_memory(f, i, b, out):  # type: ignore[no-untyped-def]
         out + 64, simd.splat_i32(simd_memory.read_word(i, 2) + simd_memory.read_i64(i) >> 32)
     )
     simd_memory.store_f16(out + 128, simd.load_f32(f + 192))
-    simd_memory.store_halves(out + 192, out + 260, simd.load_f32(f))
     a, c = simd.load_f32(f + 192), simd.load_f32(f + 256)
     simd_memory.write_f32(out + 16, simd_memory.read_bf16(b + 192))
     simd_memory.write_i64(out + 24, simd_memory.read_i32(i + 8))
@@ -157,13 +157,10 @@ def use_int8(f, i, b, out):  # type: ignore[no-untyped-def]
     simd_int8.store_bytes(out + 640, simd_int8.move(u, 0, 6, 2))
     simd_int8.store_bytes(out + 128, simd_int8.pair_first(u))
     simd_int8.store_bytes(out + 192, simd_int8.pair_second(u))
-    index = simd.and_(s, simd_int8.splat_bytes(15))
-    table = simd_int8.as_bytes(simd_int8.as_words(simd_int8.load_bytes(b + 128)))
-    simd_int8.store_bytes(out + 256, simd_int8.lookup16(table, index))
+    simd_int8.store_bytes(out + 256, simd_int8.as_bytes(acc))
     simd.store_i32(out + 320, simd_int8.dot_u8_i8(acc, u, s))
     simd.store_i32(out + 384, simd_int8.dot_u7_i8(acc, seven, s))
     simd.store_f32(out + 448, simd_int8.broadcast_f32(f + 4))
-    simd.store_i32(out + 512, simd_int8.broadcast_i32(i + 4))
     simd_int8.store_narrow(out + 576, acc)
     simd_int8.store_bytes(out + 704, simd.or_(simd.add(u, s), simd.sub(u, s)))
 
@@ -218,11 +215,9 @@ def use_tiles(f, i, b, out, singles, halves, brains, pairs):  # type: ignore[no-
     simd.store_f32(out + 4032, register_tiles.lane_magnitudes(rows))
     both = simd.load_i32(b + 192), simd.load_i32(b + 256)
     simd.store_f32(out + 3264, register_tiles.add_pairs(simd.load_f32(f + 640), both[0], both[1]))
-    left = register_tiles.scale(register_tiles.load_strided(1, 2, f + 640, 128), f + 1000, 4)
+    left = register_tiles.scale(register_tiles.load_strided(2, 2, f + 640, 128), f + 1000, 4)
     left = register_tiles.step_chains(left, halves, b + 192, f + 648, 8)
-    two = register_tiles.concat_groups(
-        left, register_tiles.step_chains(left, brains, b + 192, f + 648, 8)
-    )
+    two = register_tiles.step_chains(left, brains, b + 192, f + 648, 8)
     two = register_tiles.step_chains(two, pairs, b + 192, b + 320, 4)
     register_tiles.store_strided(
         out + 3328, 192, register_tiles.step_chains(two, singles, f + 192, f + 700, 8)
@@ -235,6 +230,15 @@ def use_tiles_lower(f, i, b, out):  # type: ignore[no-untyped-def]
     register_tiles.store(out, tile)
     tile = register_tiles_lower.add_lower(register_tiles.load(2, 3, f + 192), f + 640, 20, f + 704)
     register_tiles.store(out + 384, tile)
+
+
+@jit.kernel
+def use_tiles_sums(f, i, b, out):  # type: ignore[no-untyped-def]
+    half = register_tiles_sums.half_lanes()
+    first = register_tiles_sums.fold_lanes(register_tiles.load(2, 8, f), half)
+    register_tiles.store(out, first)
+    second = register_tiles_sums.fold_lanes(register_tiles.load(2, 8, f + 1024), half)
+    register_tiles_sums.store_sums(out + 128, 20, first, second)
 
 
 @jit.kernel

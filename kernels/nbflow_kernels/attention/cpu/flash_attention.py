@@ -49,12 +49,15 @@ from nbflow_kernels.attention.cpu.online_softmax import (
     pv_8x1,
     qk_1x16,
     qk_4xn,
+    qk_8xn,
     soft_cap,
     unmasked_scores,
 )
 from nbflow_kernels.attention.plan_layout import CHUNK
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.atomics import call_hook
+from nbflow_kernels.cpu.register_tiles import has_wide_registers
+from nbflow_kernels.cpu.register_tiles_sums import half_lanes
 from nbflow_kernels.cpu.simd_memory import (
     allocate,
     read_f32,
@@ -69,6 +72,8 @@ from nbflow_kernels.kv_cache.cpu_codec import F32, copy_floats
 from nbflow_kernels.position.cpu import rotate_halves
 
 LOG2_E = 1.4426950408889634
+WIDE = has_wide_registers()
+"""Q K^T of eight query vectors at a time: a tile of 16 registers."""
 
 # State of a query vector: running maximum and sum of the softmax, factor of the accumulator in this
 # chunk, maximum and sum of earlier splits; visible keys in this chunk and in all.
@@ -82,30 +87,33 @@ FIRST, LAST, LOW, HIGH = 24, 32, 40, 48  # a range hook writes LAST next to FIRS
 @jit.device_function
 def qk_scores(like, M, q, row_bytes, table, state, s, scratch, ahead, n_prefetch):
     """Compute Q K^T of a chunk."""
-    m = np.int64(0)
+    m, n, half = np.int64(0), n_prefetch, half_lanes()
     while m < M:
-        q_m, scores, n = q + m * row_bytes, s + m * SCORE_BYTES, n_prefetch if m == 0 else 0
-        records = state + STATE_BYTES * m
+        q_m, scores, records = q + m * row_bytes, s + m * SCORE_BYTES, state + STATE_BYTES * m
         if m + 4 > M:
             first, last = read_i64(records + FIRST), read_i64(records + LAST)
             begin = first // 16 * 16 if first < last else last  # an empty range may lie behind
             for j in range(begin, last, 16):
                 keys, next_keys, count = table + 8 * j, ahead + 8 * j, min(last - j, 16)
                 qk_1x16(like, q_m, row_bytes, keys, count, scratch, scores + 4 * j, next_keys, n)
-            m += 1
+            m, n = m + 1, np.int64(0)
             continue
-        first, last = visible_to_any(records)
+        rows = np.int64(8 if WIDE and m + 8 <= M else 4)
+        first, last = visible_to_any(records, rows)
         i = first // 4 * 4
-        keys, next_keys = table + 8 * i, ahead + 8 * i
-        qk_4xn(like, q_m, row_bytes, keys, last - i, scores + 4 * i, next_keys, n)
-        m += 4
+        scores, keys, next_keys = scores + 4 * i, table + 8 * i, ahead + 8 * i
+        if WIDE and rows == 8:
+            qk_8xn(like, q_m, row_bytes, keys, last - i, half, scores, next_keys, n)
+        else:
+            qk_4xn(like, q_m, row_bytes, keys, last - i, half, scores, next_keys, n)
+        m, n = m + rows, np.int64(0)
 
 
 @jit.device_function
-def visible_to_any(records):
-    """Return the range of keys of a chunk that covers those visible to four query vectors."""
+def visible_to_any(records, rows):
+    """Return the range of keys of a chunk that covers those visible to some query vectors."""
     first, last = read_i64(records + FIRST), read_i64(records + LAST)
-    for i in range(1, 4):
+    for i in range(1, rows):
         first = min(first, read_i64(records + STATE_BYTES * i + FIRST))
         last = max(last, read_i64(records + STATE_BYTES * i + LAST))
     return first, min(last, CHUNK)  # an empty range may lie behind the chunk
@@ -455,7 +463,7 @@ def merge_split(M, running, acc, row_bytes, state):
     reset_state(M, acc, row_bytes, state)
 
 
-@jit.kernel(unroll=False)
+@jit.kernel(unroll=False, vectorize=False)
 def flash_attention(
     plan, extras, key_reader, value_reader, q, q_row_bytes, k, v, strides, out, lse, start, stop
 ):

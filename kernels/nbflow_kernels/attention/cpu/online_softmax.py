@@ -19,13 +19,8 @@ import numpy as np
 
 from nbflow_kernels.attention.plan_layout import CHUNK
 from nbflow_kernels.cpu import jit, register_tiles, simd
-from nbflow_kernels.cpu.simd_memory import (
-    prefetch,
-    read_i64,
-    read_u8,
-    store_quarters,
-    write_f32,
-)
+from nbflow_kernels.cpu.register_tiles_sums import fold_lanes, store_sums
+from nbflow_kernels.cpu.simd_memory import prefetch, read_i64, read_u8, write_f32
 
 # Score of a masked key: finite, so that NaN and infinity remain detectable.
 MASKED = np.float32(-1e30)
@@ -46,23 +41,34 @@ def prefetch_row(ahead, j, n_bytes):
 # ---- scores --------------------------------------------------------------------------------------
 
 
-@jit.device_function
-def qk_4xn(like, q, row_bytes, keys, n, s, ahead, n_prefetch):
-    """Write the dot products of four query vectors and `n` keys, four keys at a time."""
-    size = simd.size_of(like)
-    for j in range(0, n, 4):
-        for i in range(j, j + 4):
-            prefetch_row(ahead, i, n_prefetch)
-        a = b = register_tiles.zero(2, 4)  # a wider tile would exceed 16 registers
-        k, distance = read_i64(keys), read_i64(keys + 8) - read_i64(keys)
-        for d in range(0, row_bytes, 64):
-            a = register_tiles.step_lanes(a, like, k + (d >> 2) * size, distance, q + d, row_bytes)
-        k, distance = read_i64(keys + 16), read_i64(keys + 24) - read_i64(keys + 16)
-        for d in range(0, row_bytes, 64):
-            b = register_tiles.step_lanes(b, like, k + (d >> 2) * size, distance, q + d, row_bytes)
-        sums = register_tiles.lane_sums(register_tiles.concat_groups(a, b))
-        store_quarters(s + 4 * j, SCORE_BYTES, sums)
-        keys += 32
+def _make_qk(rows: int) -> Any:
+    """Return a Q K^T kernel for `rows` query vectors, a multiple of four."""
+
+    @jit.device_function
+    def qk(like, q, row_bytes, keys, n, half, s, ahead, n_prefetch):
+        """Write the dot products of the query vectors and `n` keys, four keys at a time."""
+        unit = 16 * simd.size_of(like)
+        for j in range(0, n, 4):
+            for i in range(j, j + 4):
+                prefetch_row(ahead, i, n_prefetch)
+            tile = register_tiles.zero(2, rows)
+            k, x, distance = read_i64(keys), q, read_i64(keys + 8) - read_i64(keys)
+            while x < q + row_bytes:
+                tile = register_tiles.step_lanes(tile, like, k, distance, x, row_bytes)
+                k, x = k + unit, x + 64
+            first = fold_lanes(tile, half)
+            tile = register_tiles.zero(2, rows)
+            k, x, distance = read_i64(keys + 16), q, read_i64(keys + 24) - read_i64(keys + 16)
+            while x < q + row_bytes:
+                tile = register_tiles.step_lanes(tile, like, k, distance, x, row_bytes)
+                k, x = k + unit, x + 64
+            store_sums(s + 4 * j, SCORE_BYTES, first, fold_lanes(tile, half))
+            keys += 32
+
+    return qk
+
+
+qk_8xn, qk_4xn = _make_qk(8), _make_qk(4)
 
 
 @jit.device_function

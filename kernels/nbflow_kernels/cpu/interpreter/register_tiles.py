@@ -49,11 +49,6 @@ def store_strided(at: Any, token: Any, tile: FloatTile) -> None:
         write(at + token * t, vectors)
 
 
-def concat_groups(a: FloatTile, b: FloatTile) -> FloatTile:
-    """Return one tile of the groups of two."""
-    return np.concatenate([a, b], 1)
-
-
 def scale(tile: FloatTile, at: Any, token: Any) -> FloatTile:
     """Return a tile with each token multiplied by its own float32."""
     factors: Vector = np.stack([read(at + token * t, np.float32, 1) for t in range(len(tile))])

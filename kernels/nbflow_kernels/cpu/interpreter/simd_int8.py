@@ -48,19 +48,9 @@ def broadcast_f32(addr: Any) -> Vector:
     return read(addr, np.float32, 1).repeat(LANES)
 
 
-def broadcast_i32(addr: Any) -> Vector:
-    """Return an int32 in all lanes."""
-    return read(addr, np.int32, 1).repeat(LANES)
-
-
 def as_bytes(v: Vector) -> Vector:
     """Return int32 lanes as bytes."""
     return v.view(np.uint8)
-
-
-def as_words(v: Vector) -> Vector:
-    """Return bytes as int32 lanes."""
-    return _bytes(v).view(np.int32)
 
 
 def store_narrow(addr: Any, v: Vector) -> None:
@@ -85,12 +75,6 @@ def pair_first(c: Vector) -> Vector:
 def pair_second(c: Vector) -> Vector:
     """Return y of c = x + 11 * y: c * 373 >> 12, as the machine code has it above 120 too."""
     return ((_bytes(c) & np.uint8(127)).astype(np.int32) * 373 >> 12).astype(np.uint8)
-
-
-def lookup16(table: Vector, index: Vector) -> Vector:
-    """Return table[index], each group of 16 bytes in its own 16 entries."""
-    groups, entries = _bytes(index).reshape(4, 16), _bytes(table).reshape(4, 16)
-    return np.take_along_axis(entries, groups & np.uint8(15), 1).reshape(BYTES)
 
 
 # ---- dot products ---------------------------------------------------------------------------

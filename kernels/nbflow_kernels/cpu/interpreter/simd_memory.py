@@ -119,12 +119,6 @@ def prefetch_lines(addr: Any, n: int) -> None:
     """Do nothing."""
 
 
-def store_halves(low: Any, high: Any, v: Vector) -> None:
-    """Write lanes 0-7 to `low` and lanes 8-15 to `high`."""
-    write(low, v[:8])
-    write(high, v[8:])
-
-
 def sum16(*vectors: Vector) -> Vector:
     """Return the vector whose lane i is the sum of the lanes of argument i."""
     return np.array([simd.sum(v) for v in vectors], np.float32)
