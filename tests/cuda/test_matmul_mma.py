@@ -10,6 +10,7 @@ import pytest
 import nbflow_kernels as nk
 import nbflow_ptx
 from nbflow_kernels.matmul import cuda_mma
+from nbflow_kernels.moe import cuda as experts
 from nbflow_kernels.quantized_matmul import reference
 
 pytestmark = pytest.mark.compiler
@@ -87,3 +88,22 @@ def test_kernels_stay_in_registers() -> None:
         assert (facts.spill_stores, facts.spill_loads, facts.stack_bytes) == (0, 0, 0), entry
         assert (facts.fp64, facts.local_accesses) == (0, 0)
         assert facts.async_copies if shape else facts.wide_loads
+
+
+@pytest.mark.parametrize("min_rows", [16, 0])
+def test_a_matrix_per_segment_has_the_bits_of_single_products(
+    min_rows: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "MIN_ROWS_TO_SYNC", min_rows)  # 0: one after the other
+    rng = np.random.default_rng(3)
+    x, w = rng.standard_normal((7, 304), np.float32), rng.standard_normal((3, 21, 304), np.float32)
+    there, rows = cupy.asarray(x), rng.integers(0, 7, 15).astype(np.int32)
+    bias = cupy.asarray(rng.standard_normal((3, 21), np.float32))
+    weights, indptr = cupy.asarray(w.astype(np.float16)), np.array([0, 4, 4, 15], np.int32)
+    got = nk.grouped_matmul(
+        there, weights, cupy.asarray(indptr), rows=cupy.asarray(rows), bias=bias
+    ).get()
+    for e in (0, 2):
+        part = slice(*indptr[e : e + 2].tolist())
+        alone = nk.matmul(cupy.asarray(x[rows[part]]), weights[e], bias=bias[e]).get()
+        assert got[part].tobytes() == alone.tobytes()

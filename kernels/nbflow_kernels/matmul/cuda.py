@@ -5,7 +5,8 @@ weights, tokens                                        kernel
 =====================================================  =============================================
 float16 or bfloat16, rows of whole 16 bytes            `cuda_mma`: `gemv` up to 16 tokens, `gemm`
 the same, above 64 tokens, compute capability 9.0      `cuda_wgmma`
-float32, other rows, or a matrix per segment           `cuda_simt.cu`: float32 arithmetic, a weight
+the same, a matrix per segment                         `cuda_mma.grouped`, by `gemv`
+float32, other rows                                    `cuda_simt.cu`: float32 arithmetic, a weight
                                                        is read once for 8 tokens
 =====================================================  =============================================
 
@@ -37,8 +38,11 @@ def matmul(
     x: Any, w: Any, bias: Any, accumulate: bool, out: Any, *, indptr: Any = None, rows: Any = None
 ) -> None:
     """See `nbflow_kernels.matmul`; with `indptr` grouped GEMM, `w` (E, N, K) and `rows` of `x`."""
-    if indptr is None and len(out) and cuda_mma.fits(w):
-        multiply_16bit(x, w, bias, accumulate, out)
+    if len(out) and len(x) and cuda_mma.fits(w):
+        if indptr is None:
+            multiply_16bit(x, w, bias, accumulate, out)
+        else:
+            cuda_mma.grouped(x, w, bias, indptr, rows, out)
         return
     _multiply(x, w, bias, accumulate, out, 1 if indptr is None else len(w), indptr, rows, (0, 0))
 

@@ -54,21 +54,26 @@ __global__ void __launch_bounds__(256) stage(
 
 constexpr int GEMV_TILES = 2;  // row tiles of 16 per warp of `gemv`
 
-// Up to 8 tokens from `first` on: a warp computes one split of GEMV_TILES row tiles and prefetches the weights
-// of the next step to registers.
+// Tokens [first, n_tokens), 8 at a time: a warp computes one split of GEMV_TILES row tiles and prefetches the
+// weights of the next step to registers.  With `indptr` matrix z has tokens [indptr[z], indptr[z + 1]), which
+// are those that `rows` names among the staged ones, if it is given.
 template <int KIND, int PARTS>
 __global__ void __launch_bounds__(32 * SPLITS, 2) gemv(
     const u16* weights, const u16* parts, const float* factors, const float* bias, float* out,
     long long out_stride, int n_staged, int first, int n_tokens, int n_rows, int n_columns, int stride,
-    int accumulate, long long out_batch_stride) {
+    int accumulate, long long out_batch_stride, const int* indptr, const int* token_rows) {
   weights += (long long)blockIdx.z * n_rows * n_columns;
-  parts += (long long)blockIdx.z * PARTS * n_staged * stride;
-  factors += factors ? blockIdx.z * n_staged : 0;
+  if (indptr) {
+    first = indptr[blockIdx.z], n_tokens = indptr[blockIdx.z + 1];
+    bias += bias ? (long long)blockIdx.z * n_rows : 0;
+  } else {
+    parts += (long long)blockIdx.z * PARTS * n_staged * stride;
+    factors += factors ? blockIdx.z * n_staged : 0;
+  }
   out += blockIdx.z * out_batch_stride;
   __shared__ float sums[SPLITS][GEMV_TILES][128];
   const int lane = threadIdx.x & 31, split = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int n_steps = stride / STEP, step_1 = split_start(split + 1, n_steps);
-  const u16* x = parts + (long long)min(first + g, n_tokens - 1) * stride + 8 * t;
   const u16* rows[GEMV_TILES][2];  // row numbers are clamped to the last row
 #pragma unroll
   for (int r = 0; r < GEMV_TILES; r++) {
@@ -78,51 +83,56 @@ __global__ void __launch_bounds__(32 * SPLITS, 2) gemv(
       rows[r][h] = weights + (long long)min(row, n_rows - 1) * n_columns + 8 * t;
     }
   }
-  uint4 w[GEMV_TILES][2][2];
-  auto load = [&](int step) {
+  for (; first < n_tokens; first += 8) {
+    uint4 w[GEMV_TILES][2][2];
+    auto load = [&](int step) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int k = step * STEP + 32 * i;
-      const bool valid = k + 8 * t < n_columns;  // rows are multiples of 8
+      for (int i = 0; i < 2; i++) {
+        const int k = step * STEP + 32 * i;
+        const bool valid = k + 8 * t < n_columns;  // rows are multiples of 8
 #pragma unroll
-      for (int r = 0; r < GEMV_TILES; r++)
+        for (int r = 0; r < GEMV_TILES; r++)
 #pragma unroll
-        for (int h = 0; h < 2; h++) w[r][h][i] = valid ? stream_16(rows[r][h] + k) : uint4{0, 0, 0, 0};
-    }
-  };
-  const u32 zero = n_rows >> 31;
-  float acc[GEMV_TILES][4] = {};
-  int step = split_start(split, n_steps);
-  if (step < step_1) load(step);
-  for (; step < step_1; step++) {
-    const Operands now[2][GEMV_TILES] = {
-        {{w[0][0][0], w[0][1][0], zero}, {w[1][0][0], w[1][1][0], zero}},
-        {{w[0][0][1], w[0][1][1], zero}, {w[1][0][1], w[1][1][1], zero}}};
-    if (step + 1 < step_1) load(step + 1);
+          for (int h = 0; h < 2; h++) w[r][h][i] = valid ? stream_16(rows[r][h] + k) : uint4{0, 0, 0, 0};
+      }
+    };
+    const u32 zero = n_rows >> 31;
+    float acc[GEMV_TILES][4] = {};
+    const int token = min(first + g, n_tokens - 1);
+    const u16* x = parts + (long long)(token_rows ? token_rows[token] : token) * stride + 8 * t;
+    int step = split_start(split, n_steps);
+    if (step < step_1) load(step);
+    for (; step < step_1; step++) {
+      const Operands now[2][GEMV_TILES] = {
+          {{w[0][0][0], w[0][1][0], zero}, {w[1][0][0], w[1][1][0], zero}},
+          {{w[0][0][1], w[0][1][1], zero}, {w[1][0][1], w[1][1][1], zero}}};
+      if (step + 1 < step_1) load(step + 1);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+      for (int i = 0; i < 2; i++) {
 #pragma unroll
-      for (int p = 0; p < PARTS; p++) {
-        const uint4 v = *(const uint4*)(x + (long long)p * n_staged * stride + step * STEP + 32 * i);
+        for (int p = 0; p < PARTS; p++) {
+          const uint4 v = *(const uint4*)(x + (long long)p * n_staged * stride + step * STEP + 32 * i);
 #pragma unroll
-        for (int r = 0; r < GEMV_TILES; r++) now[i][r].template multiply<KIND>(acc[r], v);
+          for (int r = 0; r < GEMV_TILES; r++) now[i][r].template multiply<KIND>(acc[r], v);
+        }
       }
     }
-  }
 #pragma unroll
-  for (int r = 0; r < GEMV_TILES; r++) {
-    float* to = sums[split][r] + g * 8 + 2 * t;
-    *(float2*)to = make_float2(acc[r][0], acc[r][1]);
-    *(float2*)(to + 64) = make_float2(acc[r][2], acc[r][3]);
-  }
-  __syncthreads();
-  const Output output = {out, bias, factors, out_stride, n_rows, n_tokens, accumulate};
-  for (int i = threadIdx.x; i < GEMV_TILES * 128; i += 32 * SPLITS) {
-    const int row = i % 16, token = i / 16 % 8, r = i / 128;
-    float v = 0.0f;
+    for (int r = 0; r < GEMV_TILES; r++) {
+      float* to = sums[split][r] + g * 8 + 2 * t;
+      *(float2*)to = make_float2(acc[r][0], acc[r][1]);
+      *(float2*)(to + 64) = make_float2(acc[r][2], acc[r][3]);
+    }
+    __syncthreads();
+    const Output output = {out, bias, factors, out_stride, n_rows, n_tokens, accumulate, token_rows};
+    for (int i = threadIdx.x; i < GEMV_TILES * 128; i += 32 * SPLITS) {
+      const int row = i % 16, token = i / 16 % 8, r = i / 128;
+      float v = 0.0f;
 #pragma unroll
-    for (int s = 0; s < SPLITS; s++) v += sums[s][r][row * 8 + token];
-    output.put(v, (blockIdx.x * GEMV_TILES + r) * 16 + row, first + token);
+      for (int s = 0; s < SPLITS; s++) v += sums[s][r][row * 8 + token];
+      output.put(v, (blockIdx.x * GEMV_TILES + r) * 16 + row, first + token);
+    }
+    __syncthreads();  // before the sums of the next tokens
   }
 }
 

@@ -128,6 +128,21 @@ def stage(
     return StagedTokens(kind, name, n_parts, parts, factors, n_tokens, stride, n_matrices)
 
 
+def grouped(x: Any, w: Any, bias: Any, indptr: Any, rows: Any, out: Any) -> None:
+    """Multiply rows ``indptr[e]:indptr[e + 1]`` (of `rows` of `x`) by matrix e of `w` (E, N, K).
+
+    A matrix is read once for 8 rows; the bits are those of `multiply`.
+    """
+    staged, (E, n_rows, n_columns) = stage(x, w.dtype.name), w.shape
+    _kernel("gemv", staged.kind, staged.name, staged.n_parts)(
+        (ceil_div(n_rows, GEMV_ROWS), 1, E), 256,
+        (
+            w, staged.parts, staged.factors, bias, out, out.strides[0] // 4, staged.n_tokens, 0, 0,
+            n_rows, n_columns, staged.stride, 0, 0, indptr, rows,
+        ),
+    )  # fmt: skip
+
+
 def multiply_staged(x: StagedTokens, w: Any, bias: Any, accumulate: bool, out: Any) -> None:
     """Multiply staged rows by a matrix (N, K) of their type, or batched by (H, N, K)."""
     n_rows, n_columns = w.shape[-2:]
@@ -143,7 +158,7 @@ def multiply_staged(x: StagedTokens, w: Any, bias: Any, accumulate: bool, out: A
         gemv, grid = _kernel("gemv", x.kind, x.name, x.n_parts), ceil_div(n_rows, GEMV_ROWS)
         for first in range(0, x.n_tokens, GEMV_TOKENS):
             stop = min(x.n_tokens, first + GEMV_TOKENS)
-            gemv((grid, 1, x.n_matrices), 256, arguments(first, stop))
+            gemv((grid, 1, x.n_matrices), 256, (*arguments(first, stop), None, None))
         return
     tile = tile_of(device_of(x.parts), x.n_tokens, x.n_parts)
     _kernel("gemm", x.kind, x.name, x.n_parts, tile)(
@@ -177,5 +192,7 @@ def _kernel(entry: str, kind: int, name: str, n_parts: int, tile: GemmTile | Non
         "i32 n_staged, i32 first, i32 n_tokens, i32 n_rows, i32 n_columns, i32 stride, "
         "i32 accumulate, i64 out_batch_stride"
     )
+    if entry == "gemv":
+        parameters += ", i32*? indptr, i32*? rows"
     numbers = ", ".join(map(str, (kind, n_parts, *(tile or ()))))
     return cpp_kernel(__file__, "cuda_mma.cu", f"{entry}<{numbers}>", parameters)

@@ -11,10 +11,11 @@ struct Output {
   const float *bias, *factors;
   long long stride;
   int n_rows, n_tokens, accumulate;
+  const int* token_rows = nullptr;  // staged token of each one, for its factor
 
   DEV void put(float v, int row, int token) const {
     if (row >= n_rows || token >= n_tokens) return;
-    if (factors) v *= factors[token];
+    if (factors) v *= factors[token_rows ? token_rows[token] : token];
     if (bias) v += bias[row];
     float* at = out + token * stride + row;
     *at = accumulate ? v + *at : v;
