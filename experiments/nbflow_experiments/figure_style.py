@@ -78,6 +78,9 @@ class Drawing:
         The footer names the figure and `origin`: sweep, model, points, machine, date and commit.
         """
         files = []
+        if not self.figure.get_supxlabel():  # figures in a notebook have no footer
+            width, height = self.figure.get_size_inches()
+            self.figure.set_size_inches(width, height + _FOOTER_HEIGHT)
         self.figure.supxlabel(f"{self.title}\n{origin}", **_FOOTER)
         for kind, meta in (("png", {"Software": None}), ("svg", {"Date": None})):
             path = folder / f"{name}.{kind}"
@@ -99,9 +102,8 @@ def new_figure(
     matplotlib = require("matplotlib")
     figure_module = require("matplotlib.figure")
     with matplotlib.rc_context(_STYLE):
-        size = (max(width * n_panels, 4.8), height + _FOOTER_HEIGHT)
+        size = (max(width * n_panels, 4.8), height)
         figure = figure_module.Figure(figsize=size, layout="constrained")
-        figure.supxlabel("\n", **_FOOTER)  # room for the footer, before labels are placed
         panels = [figure.add_subplot(1, n_panels, i + 1) for i in range(n_panels)]
         figure.get_layout_engine().set(wspace=0.08)
         yield figure, panels

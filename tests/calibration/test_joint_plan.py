@@ -234,7 +234,7 @@ def test_command_plans_and_writes_the_sweep_that_checks_it(tmp_path: Path, capsy
     losses, out = tmp_path / "losses.json", tmp_path / "plan"
     words = ["tiny_python", "--max-kld", 0.05, "--vram", "1,1", "--tokens", 256, "--batch", 2]
     words += ["--prompt", 64, "--generate", 16, "--sensitivity", losses, "--formats", "q3,q8"]
-    words += ["--kv-formats", "f16,q8_0", "--quantizer", "reference"]
+    words += ["--kv-formats", "q4_0,q8_0", "--quantizer", "reference"]
     shown = command(capsys, *words, "-o", out)
     assert "rates of rtx4090 are assumed" in shown
     facts = json.loads(command(capsys, *words, "--json"))  # from the file of losses

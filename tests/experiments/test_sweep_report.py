@@ -197,6 +197,17 @@ def test_a_legend_stays_within_its_figure() -> None:
     assert len({(line.get_color(), line.get_marker()) for line in panel.lines}) == 9
 
 
+def test_only_saved_figures_have_a_footer(tmp_path: Path) -> None:
+    """The figure of a notebook ends with its axes; saving it again changes nothing."""
+    with new_figure(1, 2.0) as (figure, (panel,)):
+        panel.plot([1, 2])
+    assert (figure.get_supxlabel(), figure.get_size_inches()[1]) == ("", 2.0)
+    drawing = Drawing(figure, "title", "")
+    first, second = (drawing.save(tmp_path, "a", "origin")[0].read_bytes() for _ in range(2))
+    assert first == second
+    assert figure.get_supxlabel() == "title\norigin"
+
+
 def test_the_pareto_figure_has_true_bits_and_names_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parents[2]
     monkeypatch.syspath_prepend(str(root / "tools" / "measure"))

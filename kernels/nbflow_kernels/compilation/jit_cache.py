@@ -360,7 +360,9 @@ def _by_source(value: Any) -> Any:
     path = Path(function.__code__.co_filename)
     if not is_ours(path) or not is_as_imported(path):
         return value
-    return function.__qualname__, source_digest(path), _cells(function)
+    # a factory may define functions of one name in several branches
+    place = function.__qualname__, function.__code__.co_firstlineno
+    return place, source_digest(path), function.__defaults__, _cells(function)
 
 
 @functools.cache

@@ -8,9 +8,9 @@
 first, second)`           four float32 at ``at + token * t``
 ========================  ======================================================================
 
-The lanes of a vector are added in the order of `simd.sum`.  Folding a tile before the next one
-begins needs no register for sums that wait, and only shuffles that take a cycle: a permutation of
-any lanes of two vectors takes the time of a multiply-add on a Zen 4.
+The lanes of a vector are added in the order of `simd.sum`, with blends and the shuffles that take a
+cycle: on a Zen 4 a permutation of any lanes of two vectors takes the time of a multiply-add.
+Without wide registers a folded tile is the tile itself: there halves are registers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from numba.core import errors, types
 
 from nbflow_kernels.cpu import interpreter, llvm
 from nbflow_kernels.cpu.llvm import I64, LANES
-from nbflow_kernels.cpu.register_tiles import FloatTile
-from nbflow_kernels.cpu.simd_memory import first_lanes
+from nbflow_kernels.cpu.register_tiles import FloatTile, has_wide_registers
+from nbflow_kernels.cpu.simd_memory import emit_sums, first_lanes
 
 intrinsic = functools.partial(interpreter.intrinsic, fallback="register_tiles_sums")
 
@@ -38,9 +38,8 @@ def _emit_added(builder: Any, a: Any, b: Any, lanes: Sequence[int], apart: int) 
 
 def _emit_halves(builder: Any, lower: Any, a: Any, b: Any) -> Any:
     """Emit the sums of the halves of two vectors, of `a`, then of `b`: a blend and one shuffle."""
-    return builder.fadd(
-        builder.select(lower, a, b), llvm.shuffle(builder, a, b, range(LANES // 2, 3 * LANES // 2))
-    )
+    swapped = llvm.shuffle(builder, a, b, range(LANES // 2, 3 * LANES // 2))
+    return builder.fadd(builder.select(lower, a, b), swapped)
 
 
 # Lanes of two vectors that are added to those 4, 2 and 1 behind them.
@@ -72,6 +71,8 @@ def fold_lanes(typing_context, tile, half):
     """
     if tile.groups != 2 or tile.tokens % 4:
         raise errors.TypingError(f"register_tiles_sums: wanted 2 groups, 4 n tokens, got {tile}")
+    if not has_wide_registers():
+        return tile(tile, half), lambda context, builder, signature, args: args[0]
     folded = FloatTile(1, tile.tokens // 4)
 
     def codegen(context, builder, signature, args):
@@ -94,12 +95,18 @@ def fold_lanes(typing_context, tile, half):
 @intrinsic
 def store_sums(typing_context, at, token, first, second):
     """Write the sums of four groups, two folded in each tile, to ``at + token * t``."""
+    is_folded = first.groups == 1
+
+    def sums_of(builder, quad, tiles):
+        if is_folded:
+            return _emit_added(builder, *(builder.extract_value(x, quad) for x in tiles), _ONES, 1)
+        at = [(x, 2 * t + g) for t in range(4 * quad, 4 * quad + 4) for x in tiles for g in (0, 1)]
+        return emit_sums(builder, [builder.extract_value(x, i) for x, i in at])
 
     def codegen(context, builder, signature, args):
         at, token = (llvm.int64(context, builder, signature, args, i) for i in range(2))
-        for quad in range(first.tokens):
-            a, b = (builder.extract_value(args[i], quad) for i in (2, 3))
-            sums = _emit_added(builder, a, b, _ONES, 1)
+        for quad in range(first.tokens if is_folded else first.tokens // 4):
+            sums = sums_of(builder, quad, args[2:])
             for t in range(4):
                 quarter = llvm.shuffle(builder, sums, sums, range(4 * t, 4 * t + 4))
                 llvm.store(builder, quarter, llvm.element(builder, at, token, 4 * quad + t))

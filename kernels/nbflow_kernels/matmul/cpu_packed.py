@@ -87,5 +87,5 @@ def _gemm_bf16(x, w, bias, accumulate, out, start, stop):
     like = np.empty(0, np.int32)
     cpu_packed_tiles.gemm_decoded(
         _to_bf16_pairs, True, w, simd.address(w), w.strides[0], w.shape[1] // 2,
-        cpu_packed_tiles.PANEL, like, x, bias, accumulate, out, start, stop,
+        4, like, x, bias, accumulate, out, start, stop,
     )  # fmt: skip

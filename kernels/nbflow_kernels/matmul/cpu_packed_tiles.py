@@ -26,6 +26,10 @@ from nbflow_kernels.cpu.simd_memory import load_first, store_first
 
 WIDE = register_tiles.has_wide_registers()
 PANEL = 2048  # steps decoded at a time
+# Few tokens in bfloat16 wait for the memory, which idles while a long panel is decoded.  With at
+# least FEW_BYTES of weights per step and token, short panels keep prefetches going (bfloat16
+# weights, 1 row: 140 ps a weight before, 75 since; float32 ones gain nothing).
+FEW_BYTES, FEW_STEPS, FEW_LEAD = 8, 64, 4096
 BLOCK_TOKENS = 384  # tokens that share one decoding of the weights; their activations fit a cache
 TOKEN_BYTES = 4 * 64  # the four chains of a token
 PREFETCH = 2048 + 64  # bytes ahead: the second cache line of a pair, which arrives last
@@ -174,7 +178,7 @@ def round_rows(x, token, n_tokens, pairs):
 
 @jit.device_function(inline="always")
 def gemm_decoded(
-    decode, is_pairs, source, first, group_bytes, n_steps, panel, like, x, bias, accumulate, out,
+    decode, is_pairs, source, first, group_bytes, n_steps, unit, like, x, bias, accumulate, out,
     start, stop
 ):  # fmt: skip
     """Multiply activations by weight groups [start, stop), decoded panel by panel.
@@ -182,10 +186,14 @@ def gemm_decoded(
     ``decode(source, at, k, n, to)`` writes steps k to k + n of the weight group at address `at` to
     address `to`, as float32 (`like` is an empty array of float32) or, if `is_pairs`, as pairs of
     bfloat16 (of int32); then `x` is rounded too.  Encoded groups have `n_steps` steps, at least as
-    many as `x`, in `group_bytes` bytes, and are contiguous from address `first` on.  `panel` steps
-    are decoded at a time; the last panel may be shorter.
+    many as `x`, in `group_bytes` bytes, and are contiguous from address `first` on.  Panels are
+    whole units of `unit` steps; the last one may be shorter.
     """
     n_tokens = x.shape[0]
+    panel, lead = max(1, PANEL // unit) * unit, 0
+    few = is_pairs and FEW_BYTES * n_tokens * n_steps <= group_bytes <= 64 * n_steps
+    if few and unit % 4 == 0:  # the order of additions stays
+        panel, lead = max(1, FEW_STEPS // unit) * unit, FEW_LEAD
     n_blocks = max(1, (n_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS)
     block = max(1, (n_tokens + 6 * n_blocks - 1) // (6 * n_blocks)) * 6
     buffer = np.empty(16 * min(n_steps, panel) + 16, np.float32)
@@ -208,7 +216,8 @@ def gemm_decoded(
                 # taken in the loop: an array lives until its last use by name
                 decoded = (simd.address(buffer) + 63) // 64 * 64
                 decode(source, at, k, width, decoded)
-                ahead = at + (k + width) * group_bytes // n_steps  # the next panel or group
+                # the next panel or group
+                ahead = at + (k + width) * group_bytes // n_steps + lead
                 add_steps(
                     like, decoded, x_at + 4 * k, stride, tokens,
                     min(width, x_steps - k), sums, ahead, panel_bytes,

@@ -26,14 +26,13 @@ from nbflow_kernels.matmul import cpu_packed_tiles
 def gemm_f32(form: CpuLayout) -> Any:
     """Return the kernel for row groups [start, stop) and rows of float32 activations."""
     block, block_bytes = form.block, form.block_bytes
-    panel = max(1, cpu_packed_tiles.PANEL // block) * block
 
     @jit.kernel
     def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
         like = np.empty(0, np.float32)
         cpu_packed_tiles.gemm_decoded(
             decode_f32, False, form, simd.address(packed), n_blocks * block_bytes,
-            n_blocks * block, panel, like, x, bias, accumulate, out, start, stop,
+            n_blocks * block, block, like, x, bias, accumulate, out, start, stop,
         )  # fmt: skip
 
     return kernel
@@ -43,14 +42,13 @@ def gemm_f32(form: CpuLayout) -> Any:
 def gemm_bf16(form: CpuLayout) -> Any:
     """Return the kernel for row groups [start, stop) and rows of bfloat16 activations."""
     block, block_bytes = form.block, form.block_bytes
-    panel = max(1, cpu_packed_tiles.PANEL // block) * block
 
     @jit.kernel
     def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
         like = np.empty(0, np.int32)
         cpu_packed_tiles.gemm_decoded(
             decode_pairs, True, form, simd.address(packed), n_blocks * block_bytes,
-            n_blocks * block // 2, panel, like, x, bias, accumulate, out, start, stop,
+            n_blocks * block // 2, block // 2, like, x, bias, accumulate, out, start, stop,
         )  # fmt: skip
 
     return kernel

@@ -16,16 +16,24 @@ import numpy as np
 
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.simd_int8 import broadcast_f32
+from nbflow_kernels.cpu.simd_memory import prefetch_lines
 from nbflow_kernels.formats.decode_cpu import codes, parameters, weight
 from nbflow_kernels.formats.layout_cpu import CpuLayout
 from nbflow_kernels.matmul.cpu_packed_tiles import epilogue
+from nbflow_kernels.quantized_matmul.cpu_gemv_int8 import LINE, PREFETCH_BYTES_OF_ROWS
 
 
 @functools.cache
 def gemv(form: CpuLayout) -> Any:
-    """Return the kernel for row groups [start, stop) and one row of activations."""
+    """Return the kernel for row groups [start, stop) and one row of activations.
+
+    Weights are prefetched as by `cpu_gemv_int8.gemv` for several rows: decoding takes longer than
+    the memory.
+    """
     units, vectors, per_scale = form.block // form.unit, form.unit // 4, form.sub_block // 4
     block, block_bytes = form.block, form.block_bytes
+    share = block_bytes // units  # bytes prefetched with each unit
+    lines = -(-share // LINE)
 
     @jit.kernel
     def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
@@ -41,7 +49,10 @@ def gemv(form: CpuLayout) -> Any:
             for b in range(n_blocks):
                 if b == n_whole:
                     x_at = simd.address(tail)
+                ahead = at + PREFETCH_BYTES_OF_ROWS
                 for unit in range(units):
+                    prefetch_lines(ahead, lines)
+                    ahead += share
                     for v in range(vectors):
                         s = (unit * vectors + v) // per_scale
                         scale, base = parameters(form, at, s)

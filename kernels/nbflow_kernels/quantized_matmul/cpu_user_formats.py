@@ -62,7 +62,6 @@ def _dequantize(codes, scales, out, start, stop):
 def _gemm(code: UserCode) -> Any:
     """Return the kernel for row groups [start, stop) and rows of float32 activations."""
     size, n_bytes = code.block_size, code.block_bytes
-    panel = max(1, cpu_packed_tiles.PANEL // size) * size
 
     @code.njit
     def user_gemm(x, data, bias, accumulate, out, start, stop):
@@ -70,7 +69,7 @@ def _gemm(code: UserCode) -> Any:
         like = np.empty(0, np.float32)
         cpu_packed_tiles.gemm_decoded(
             decode_panel, False, source, simd.address(data), DECODED_ROWS * data.shape[1],
-            data.shape[1] // n_bytes * size, panel, like, x, bias, accumulate, out, start, stop,
+            data.shape[1] // n_bytes * size, size, like, x, bias, accumulate, out, start, stop,
         )  # fmt: skip
 
     return user_gemm
@@ -80,7 +79,7 @@ def _gemm(code: UserCode) -> Any:
 def _gemm_bf16(code: UserCode) -> Any:
     """Return the kernel for row groups [start, stop) and rows of bfloat16 activations."""
     size, n_bytes = code.block_size, code.block_bytes
-    panel = max(1, cpu_packed_tiles.PANEL // size) * size  # pairs of columns
+    panel = max(1, cpu_packed_tiles.PANEL // size) * size  # pairs of columns, at most
 
     @code.njit
     def user_gemm_bf16(x, data, bias, accumulate, out, start, stop):
@@ -90,7 +89,7 @@ def _gemm_bf16(code: UserCode) -> Any:
         n_pairs = (data.shape[1] // n_bytes * size + 1) // 2
         cpu_packed_tiles.gemm_decoded(
             _decode_pairs, True, source, simd.address(data), DECODED_ROWS * data.shape[1],
-            n_pairs, panel, like, x, bias, accumulate, out, start, stop,
+            n_pairs, size, like, x, bias, accumulate, out, start, stop,
         )  # fmt: skip
 
     return user_gemm_bf16

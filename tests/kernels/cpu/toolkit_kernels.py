@@ -236,9 +236,8 @@ def use_tiles_lower(f, i, b, out):  # type: ignore[no-untyped-def]
 def use_tiles_sums(f, i, b, out):  # type: ignore[no-untyped-def]
     half = register_tiles_sums.half_lanes()
     first = register_tiles_sums.fold_lanes(register_tiles.load(2, 8, f), half)
-    register_tiles.store(out, first)
     second = register_tiles_sums.fold_lanes(register_tiles.load(2, 8, f + 1024), half)
-    register_tiles_sums.store_sums(out + 128, 20, first, second)
+    register_tiles_sums.store_sums(out, 20, first, second)
 
 
 @jit.kernel

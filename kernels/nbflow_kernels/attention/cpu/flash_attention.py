@@ -73,7 +73,7 @@ from nbflow_kernels.position.cpu import rotate_halves
 
 LOG2_E = 1.4426950408889634
 WIDE = has_wide_registers()
-"""Q K^T of eight query vectors at a time: a tile of 16 registers."""
+"""Whether tiles of 16 vectors fit into the registers."""
 
 # State of a query vector: running maximum and sum of the softmax, factor of the accumulator in this
 # chunk, maximum and sum of earlier splits; visible keys in this chunk and in all.
@@ -191,7 +191,7 @@ def pv_four_rows(like, acc, row_bytes, records, p, values, first, last, ahead, n
     if first >= last:
         return
     rescale, d, n = records + RESCALE, np.int64(0), n_prefetch
-    while d + 256 <= row_bytes:
+    while WIDE and d + 256 <= row_bytes:
         pv_4x4(like, acc, row_bytes, rescale, STATE_BYTES, p, values, first, last, d, ahead, n)
         d, n = d + 256, 0
     while d < row_bytes:
