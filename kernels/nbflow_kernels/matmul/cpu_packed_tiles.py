@@ -73,9 +73,9 @@ def add_to_tile(like, n_tokens, w, x, x_stride, n_steps, sums, ahead, stride):
     if WIDE:
         tile = register_tiles.load(4, n_tokens, sums)
         for _ in range(n_steps // 4):
-            if n_tokens > 1:
+            if n_tokens > 2 or (n_tokens == 2 and stride <= 128):
                 prefetch_lines(ahead, stride)
-            else:  # bound by memory: prefetching every second line is faster
+            else:  # bound by memory: prefetching one line of 2 or 4 is faster
                 simd_memory.prefetch(ahead)
             ahead += stride
             tile = register_tiles.step_chains(tile, like, w, x, x_stride)
