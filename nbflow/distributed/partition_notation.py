@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from nbflow_kernels.errors import UsageError
 
-_RANK = r"[0-9]{1,9}(?::[0-9]{1,9}(?:\.[0-9]{1,9})?)?"
+_RANK = r"[0-9]{1,9}(?::[0-9]{1,9}(?:\.[0-9]{1,6})?)?"
 _STRING = re.compile(rf"{_RANK}(?:[;,&|/]{_RANK})*")
 
 
@@ -30,7 +30,8 @@ class RankShare:
     """Weight relative to the other ranks."""
 
     def __str__(self) -> str:
-        return str(self.rank) if self.share == 1.0 else f"{self.rank}:{self.share:g}"
+        share = f"{self.share:.6f}".rstrip("0").rstrip(".")  # no exponent, which is no syntax
+        return str(self.rank) if share == "1" else f"{self.rank}:{share}"
 
 
 Stages = tuple[tuple[RankShare, ...], ...]

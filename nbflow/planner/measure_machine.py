@@ -32,7 +32,7 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.distributed import Comm, SelfComm, world
 from nbflow.distributed.thread_ranks import ThreadRanks
-from nbflow.planner.machine import Device, Link, Machine
+from nbflow.planner.machine import MAX_RANKS, Device, Link, Machine
 from nbflow.planner.measure_kernels import (
     MANY_ROWS,
     SHAPE,
@@ -125,6 +125,8 @@ def measure_machine(
         return measure_ranks(load, comm, probe_bytes, formats, arithmetics, rounds)
     what = probe_bytes, formats, arithmetics, rounds
     n = 1 if n_ranks is None else n_ranks
+    if not 1 <= n <= MAX_RANKS:
+        raise UsageError(f"the number of ranks must be 1..{MAX_RANKS}, got {n}")
     if n == 1:
         return _machine([_measure_rank(load, comm, *what)], "process")
     team = ThreadRanks(n)

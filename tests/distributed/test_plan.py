@@ -96,6 +96,11 @@ def test_bad_partition_strings(text):
         ranks_of(text)
 
 
+def test_shares_are_written_as_they_are_read():
+    text = "0:0.000001;1:12345678.25;2:30;3"
+    assert split_replicas(text) == (text,)
+
+
 def test_replicas_are_partitions_of_their_own():
     assert split_replicas("0&1 / 2:2&3") == ("0&1", "2:2&3")
     assert ranks_of("0&1/2;3") == (0, 1, 2, 3)

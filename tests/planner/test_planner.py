@@ -438,6 +438,7 @@ def test_the_command_gives_json(capsys):
             "of the encoder holds",
         ),
         (["llama2_7b", "--machine", "h200x8", "--all-reduce", "q7"], "unknown all_reduce"),
+        (["--measure", "--ranks", "0"], "the number of ranks must be 1..4096, got 0"),
     ],
 )
 def test_wrong_usage(arguments, words, capsys):
