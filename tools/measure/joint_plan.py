@@ -21,14 +21,12 @@ out).
 partition; ``table`` (FOLDER/README.md) compares the plan with the fastest of them and of the points
 within the limit: the regret is the speed that the fastest one has above the plan's.
 
-Each measurement of speed has two fixed products on both ranks before and after it.  Where the one
-from the caches (`probe_s`) takes over `DISTURBED` times as long as the fastest one of the run,
-other programs or guests of the host were at work; where the one from memory (`memory_probe_s`)
-differs as much from what machine.toml says of it, the memory is not the one that the prediction
-knows.  The measurement is repeated, at most `TRIES` times, and the table leaves rows out that stay
-disturbed.
+Each measurement of speed has a fixed product on both ranks before and after it (`probe_s`).  Where
+it takes over `DISTURBED` times as long as the fastest one of the run, other programs or guests of
+the host were at work: the measurement is repeated, at most `TRIES` times, and the table has a line
+for the rows that are not disturbed.
 
-Rows are appended to FOLDER/rows.jsonl; a run continues with the next point.  MODEL may be
+Rows are appended to FOLDER/rows.jsonl; a run goes on with the next point.  MODEL may be
 ``random``: 90 million random weights with the tokenizer of tiny_python, made in a temporary folder,
 because a model that fits into the caches is faster than its memory.
 """
@@ -36,7 +34,6 @@ because a model that fits into the caches is faster than its memory.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import shutil
@@ -71,12 +68,7 @@ from nbflow.planner import (
     planned_model,
     predict,
 )
-from nbflow.planner.measure_kernels import (
-    STREAMED_BYTES,
-    lower_quartile,
-    matrix,
-    product_timer,
-)
+from nbflow.planner.measure_kernels import lower_quartile, matrix, product_timer
 from nbflow.planner.measure_machine import ROUNDS, VERSION, measure_machine
 from nbflow.quantization.policy import WeightFormats, is_quantized
 from nbflow.spec import resolve
@@ -95,14 +87,11 @@ LIMITS = (0.01, 0.1)
 CHOICE_BATCHES, CHOICE_PROMPT = (1, 8), 64
 """Every choice of formats is measured with these, too, so that speeds can be compared."""
 GENERATE, REPEATS = 24, 4
-DISTURBED, TRIES = 1.1, 4
-"""Time of a fixed product, as a multiple of what it should be, above which a measurement is
-repeated; and how often it is measured at most."""
+DISTURBED, TRIES = 1.1, 2
+"""Time of the fixed product, as a multiple of its fastest, above which a measurement is repeated;
+and how often it is measured at most."""
 PROBE_ROWS, PROBE_S = 8, 0.02
-"""Rows of the fixed product from the caches, and seconds of its repetitions: several time slices of
-a core."""
-STREAMED = "q8_0"
-"""Format of the fixed product from memory, with one row."""
+"""Rows of the fixed product, and seconds of its repetitions: several time slices of a core."""
 QUANTIZER, ACTIVATIONS = "reference", "int8"
 
 
@@ -148,8 +137,8 @@ class Run:
             for seed, formats, kv in self._points("kld"):
                 self._measure_kld(probe, seed, formats, kv)
             return
+        self._quiet = FixedProduct()
         machine = self._machine()
-        self._quiet = FixedProducts(machine)
         if self._what == "speed":
             self._measure_speeds(machine)
             return
@@ -259,33 +248,31 @@ class Run:
             for batch, prompt in cases:
                 workload = Workload(batch, prompt, GENERATE)
                 found = predict(model, partition, machine, workload, config)
-                taken, probe = self._time(loaded, prompt, batch)
+                taken, probe_s = self._time(loaded, prompt, batch)
                 row = {
                     "what": what, "predictor": VERSION, "kv": kv, "partition": partition,
                     "batch": batch, "prompt": prompt, "bits": self._bits(formats),
                     "prefill_s": lower_quartile([t.prefill_s for t in taken]),
                     "decode_s": lower_quartile([t.step_s for t in taken]),
                     "decode_s_of_all": [t.step_s for t in taken],
-                    "probe_s": probe.probe_s, "memory_probe_s": probe.memory_probe_s,
-                    "disturbance": round(probe.disturbance, 3),
+                    "probe_s": probe_s,
                     "predicted_prefill_s": found.prefill_s,
                     "predicted_decode_s": found.decode_s, **more,
                 }  # fmt: skip
                 self._append(row)
 
-    def _time(self, loaded: Any, prompt: int, batch: int) -> tuple[list[Times], Probe]:
-        """Return the least disturbed repetitions, and the fixed products around them."""
+    def _time(self, loaded: Any, prompt: int, batch: int) -> tuple[list[Times], float]:
+        """Return the least disturbed repetitions, and the time of the fixed product around them."""
         time_both(loaded, prompt, 2, batch)
-        tries: list[tuple[Probe, list[Times]]] = []
+        tries: list[tuple[float, list[Times]]] = []
         for _ in range(TRIES):
-            before = self._quiet.measure()
+            before = self._quiet.seconds()
             taken = [time_both(loaded, prompt, GENERATE, batch) for _ in range(REPEATS)]
-            worse = max(before, self._quiet.measure(), key=lambda probe: probe.disturbance)
-            tries.append((worse, taken))
-            if worse.disturbance <= DISTURBED:
+            tries.append((max(before, self._quiet.seconds()), taken))
+            if tries[-1][0] <= DISTURBED * self._quiet.fastest_s:
                 break
-        probe, taken = min(tries, key=lambda each: each[0].disturbance)
-        return taken, probe
+        probe_s, taken = min(tries, key=lambda each: each[0])
+        return taken, probe_s
 
     def _measure_choices(self, machine: Machine) -> None:
         """Measure the plan for each limit and batch, and the best plans of other partitions."""
@@ -330,55 +317,31 @@ class Run:
         print(json.dumps(row), flush=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Probe:
-    """Seconds per weight of the fixed products, and those without a disturbance."""
+class FixedProduct:
+    """Product on both ranks at once, whose time tells whether anything else runs."""
 
-    probe_s: float
-    memory_probe_s: float
-    probe_least_s: float
-    memory_known_s: float
+    fastest_s = np.inf
 
-    @property
-    def disturbance(self) -> float:
-        """The larger one of both products' ratios to what they should be; 1 without any."""
-        memory = self.memory_probe_s / self.memory_known_s
-        return max(self.probe_s / self.probe_least_s, memory, 1.0 / memory)
-
-
-class FixedProducts:
-    """Products on both ranks at once, whose times tell whether anything else runs."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._ranks, self._least_s = ThreadRanks(2), np.inf
-        self._known_s = machine.devices[0].formats[STREAMED][ACTIVATIONS].streamed_s[0]
+    def __init__(self) -> None:
+        self._ranks = ThreadRanks(2)
 
         def make(comm: Comm) -> Any:
             set_num_threads(1)
-            weights = matrix(STREAMED)
-            streamed = matrix(STREAMED, -(-STREAMED_BYTES // weights.nbytes))
-            return (
-                product_timer(matrix("q4_k"), PROBE_ROWS, ACTIVATIONS, PROBE_S),
-                product_timer(streamed, 1, ACTIVATIONS, PROBE_S),
-            )
+            return product_timer(matrix("q4_k"), PROBE_ROWS, ACTIVATIONS, PROBE_S)
 
         self._timers = self._ranks.run(make)
 
-    def measure(self) -> Probe:
-        """Return the times of the products: of the slower rank, and the mean from memory."""
+    def seconds(self) -> float:
+        """Return the seconds per weight on the slower rank."""
 
-        def measure(comm: Comm) -> tuple[float, float]:
-            taken = []
-            for timer in self._timers[comm.rank]:
-                comm.barrier()
-                timer()  # an idle core needs a while to reach its speed
-                taken.append(float(timer()))
-            return taken[0], taken[1]
+        def measure(comm: Comm) -> float:
+            self._timers[comm.rank]()  # an idle core needs a while to reach its speed
+            comm.barrier()
+            return float(self._timers[comm.rank]())
 
-        each_cached, each_streamed = zip(*self._ranks.run(measure), strict=True)
-        cached = max(each_cached)
-        self._least_s = min(self._least_s, cached)
-        return Probe(cached, float(np.mean(each_streamed)), self._least_s, self._known_s)
+        found = max(self._ranks.run(measure))
+        self.fastest_s = min(self.fastest_s, found)
+        return found
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -390,23 +353,21 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return errors of the predictions, and the regret of the choices, as Markdown."""
-    quiet = undisturbed(rows)
+    prompt, token = "time of a prompt", "time of a generated token"
+    columns = "speed", "predicted_decode_s", "decode_s"
     lines = [
         "| predicted | points | median error | 90 % below | largest |",
         "|---|--:|--:|--:|--:|",
-        *errors(quiet, "KL divergence", "kld", "predicted_kld", "kld"),
-        *errors(quiet, "time of a prompt", "speed", "predicted_prefill_s", "prefill_s"),
+        *errors(rows, "KL divergence", "kld", "predicted_kld", "kld"),
+        *errors(rows, prompt, "speed", "predicted_prefill_s", "prefill_s"),
+        *errors(rows, token, *columns),
+        *errors(undisturbed(rows), f"{token}, undisturbed", *columns),
     ]
-    what = "time of a generated token"
-    columns = "speed", "predicted_decode_s", "decode_s"
-    lines += errors(quiet, what, *columns)
     for key, values in (("partition", PARTITIONS), ("batch", sorted({b for b, _ in CASES}))):
         for value in values:
-            some = [row for row in quiet if row.get(key) == value]
-            lines += errors(some, f"{what}, {key} `{value}`", *columns)
-    if len(quiet) < len(rows):
-        lines += ["", f"{len(rows) - len(quiet)} disturbed measurements are left out."]
-    found = list(regrets(quiet))
+            some = [row for row in rows if row.get(key) == value]
+            lines += errors(some, f"{token}, {key} `{value}`", *columns)
+    found = list(regrets(rows))
     if found:
         lines += ["", "| limit | batch | plan | tokens/s | fastest | tokens/s | regret | KLD |"]
         lines += ["|--:|--:|---|--:|---|--:|--:|--:|", *found]
@@ -415,7 +376,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def undisturbed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows without measurements of speed during which other work ran."""
-    return [row for row in rows if row.get("disturbance", 1.0) <= DISTURBED]
+    fastest: dict[str, float] = {}
+    for row in rows:
+        run = row["measurement"]
+        fastest[run] = min(fastest.get(run, np.inf), row.get("probe_s", np.inf))
+    limits = {run: DISTURBED * seconds for run, seconds in fastest.items()}
+    return [row for row in rows if row.get("probe_s", 0.0) <= limits[row["measurement"]]]
 
 
 def errors(

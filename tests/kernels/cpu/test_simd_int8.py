@@ -87,23 +87,6 @@ def test_pairs_of_all_codes_without_division(features):
         assert "div" not in text
 
 
-@pytest.mark.parametrize("features", RUNNABLE, ids=NAMES)
-def test_lookup_of_all_indices(features):
-    lookup = simd_int8.make_lookup16(features)
-
-    @njit
-    def kernel(table, index, out):
-        t = simd_int8.load_bytes(simd.address(table))
-        v = lookup(t, simd_int8.load_bytes(simd.address(index)))
-        simd_int8.store_bytes(simd.address(out), v)
-
-    rng = np.random.default_rng(1)
-    table = rng.integers(0, 256, 16).astype(np.uint8)
-    index = rng.integers(0, 16, 64).astype(np.uint8)
-    got = run(kernel, np.tile(table, 4), index, out=np.zeros(64, np.uint8))
-    assert np.array_equal(got, table[index])
-
-
 def bits_kernel(features, emit):
     """Return a kernel of an emitter of `simd_bits` that takes 64 bytes."""
 
