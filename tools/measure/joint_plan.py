@@ -362,6 +362,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         *errors(rows, prompt, "speed", "predicted_prefill_s", "prefill_s"),
         *errors(rows, token, *columns),
         *errors(undisturbed(rows), f"{token}, undisturbed", *columns),
+        *spread(rows),
     ]
     for key, values in (("partition", PARTITIONS), ("batch", sorted({b for b, _ in CASES}))):
         for value in values:
@@ -388,7 +389,16 @@ def errors(
     rows: list[dict[str, Any]], name: str, what: str, predicted: str, measured: str
 ) -> list[str]:
     """Return the line of a prediction's relative errors, if there are rows."""
-    sizes = [abs(r[predicted] / r[measured] - 1) for r in rows if r["what"] == what]
+    return _line(name, [abs(r[predicted] / r[measured] - 1) for r in rows if r["what"] == what])
+
+
+def spread(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the line of how much longer than the shortest the longest repetition takes."""
+    times = [row["decode_s_of_all"] for row in rows if row["what"] == "speed"]
+    return _line("four repetitions, longest over shortest", [max(each) / min(each) - 1 for each in times])
+
+
+def _line(name: str, sizes: list[float]) -> list[str]:
     if not sizes:
         return []
     numbers = np.median(sizes), np.quantile(sizes, 0.9), max(sizes)
