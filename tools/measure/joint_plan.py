@@ -395,7 +395,9 @@ def errors(
 def spread(rows: list[dict[str, Any]]) -> list[str]:
     """Return the line of how much longer than the shortest the longest repetition takes."""
     times = [row["decode_s_of_all"] for row in rows if row["what"] == "speed"]
-    return _line("four repetitions, longest over shortest", [max(each) / min(each) - 1 for each in times])
+    return _line(
+        "four repetitions, longest over shortest", [max(each) / min(each) - 1 for each in times]
+    )
 
 
 def _line(name: str, sizes: list[float]) -> list[str]:
