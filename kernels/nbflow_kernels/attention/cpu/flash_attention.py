@@ -73,7 +73,7 @@ from nbflow_kernels.position.cpu import rotate_halves
 
 LOG2_E = 1.4426950408889634
 WIDE = has_wide_registers()
-"""Whether tiles of 16 vectors fit into the registers."""
+"""Tiles of 16 vectors fit into the registers."""
 
 # State of a query vector: running maximum and sum of the softmax, factor of the accumulator in this
 # chunk, maximum and sum of earlier splits; visible keys in this chunk and in all.
