@@ -30,7 +30,7 @@ class RankShare:
     """Weight relative to the other ranks."""
 
     def __str__(self) -> str:
-        share = f"{self.share:.6f}".rstrip("0").rstrip(".")  # no exponent, which is no syntax
+        share = f"{self.share:.6f}".rstrip("0").rstrip(".")  # shares are written without exponents
         return str(self.rank) if share == "1" else f"{self.rank}:{share}"
 
 

@@ -62,7 +62,7 @@ def check_types(
 
 
 def _check_tables(config: Mapping[str, Any], key: str, where: str) -> None:
-    """Raise `UsageError` for a value that is no table where `key` has a name in it."""
+    """Raise `UsageError` if a value on the path of a dotted key is not a table."""
     first, *rest = key.split(".")
     value: Any = config
     for i, part in enumerate(rest):
