@@ -72,6 +72,8 @@ class Device:
     """Operations per second of QK and PV products, where `kv_formats` are measured."""
     attention_item_s: float = 0.0
     """Start of attention for one sequence and KV head."""
+    attention_vector_s: float = 0.0
+    """Start and end of attention for one query vector: a token and a query head."""
     quantize_s: float = 0.0
     """Seconds to quantize an activation to int8."""
     buffer_bytes_per_s: float = 0.0

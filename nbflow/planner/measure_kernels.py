@@ -32,13 +32,14 @@ from nbflow_kernels.quantized_matmul.int8_activations import Int8Rows
 
 ROWS = (1, 2, 4, 8, 16)
 """Rows of streamed products: decode steps of as many sequences."""
-MANY_ROWS = 256
-"""Rows of a product that arithmetic limits: its weights are read from the caches."""
+MANY_ROWS = (64, 256)
+"""Rows of products that arithmetic limits: their weights are read from the caches."""
 SHAPE = (1024, 4096)
 """Rows and columns of the weight matrix.  It fits into the last cache; the column count is typical
 of models, since a narrow matrix would fit into the L1 cache together with the activations."""
-STREAMED_BYTES = 64 << 20
-"""Size of the matrix with as many columns that is streamed from memory."""
+STREAMED_BYTES = 128 << 20
+"""Size of the matrix with as many columns that is streamed from memory.  Of 64 MB a cache of 32 MB
+still had 14 % when the next pass came to them."""
 CURVE_MB = (4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)
 """Megabytes of weights that a rank reads over and over; as far as the probe's size."""
 KV_FORMATS = ("f16", "q8_0", "q5_0", "q4_0")
@@ -48,6 +49,8 @@ KEYS, FEW_KEYS = 256, 16
 """Tokens of the sequences whose attention is timed."""
 KV_HEADS, GROUP = 4, 8
 """KV heads, and query heads of each, where the multiplications are timed."""
+APPENDED, PROMPT = 16, 64
+"""Tokens of an append, and of the prompt whose attention is timed."""
 SAMPLE_S = 2e-4
 """Least time of a repetition."""
 REPEATS = 9
@@ -155,10 +158,10 @@ def product_rates(ranks: Ranks, format: str, arithmetic: str) -> Rates:
         times["cached_s"].append(ranks.at_once(product_timer(small, rows, arithmetic)))
         times["streamed_s"].append(ranks.at_once(streamed))
         times["streamed_alone_s"].append(ranks.in_turn(streamed))
-    many = ranks.at_once(product_timer(small, MANY_ROWS, arithmetic))
+    many = [ranks.at_once(product_timer(small, rows, arithmetic)) for rows in MANY_ROWS]
     for column in times.values():
-        column.append(many)
-    return Rates((*ROWS, MANY_ROWS), **without_noise(times))
+        column += many
+    return Rates((*ROWS, *MANY_ROWS), **without_noise(times))
 
 
 def without_noise(times: dict[str, list[float]]) -> dict[str, tuple[float, ...]]:
@@ -219,14 +222,16 @@ def products_timer(weights: Sequence[nk.QuantTensor]) -> Callable[[], float]:
 
 @dataclass(frozen=True)
 class AttentionTimers:
-    """Timers of one decode step of attention over one sequence."""
+    """Timers of attention of one sequence, and of appending `APPENDED` tokens to it."""
 
     attend: Callable[[], float]
     append: Callable[[], float]
 
 
-def attention_timers(format: str, group: int, head_dim: int, keys: int) -> AttentionTimers:
-    """Return timers of attention with one new token and `keys` tokens in the cache."""
+def attention_timers(
+    format: str, group: int, head_dim: int, keys: int, queries: int = 1
+) -> AttentionTimers:
+    """Return timers of attention of the last tokens to `keys` tokens, and of an append."""
     storage = KVStorage([0], PAGE_SIZE, HeadShape(KV_HEADS, head_dim, head_dim), format)
     n_pages = -(-keys // PAGE_SIZE)
     storage.ensure(n_pages)
@@ -236,17 +241,17 @@ def attention_timers(format: str, group: int, head_dim: int, keys: int) -> Atten
         (group * KV_HEADS, KV_HEADS, head_dim, head_dim), PAGE_SIZE, kv_layout=LAYOUT
     )
     step = (
-        np.array([0, 1], np.int32), np.array([0, n_pages], np.int32),
+        np.array([0, queries], np.int32), np.array([0, n_pages], np.int32),
         np.arange(n_pages, dtype=np.int32), np.array([keys], np.int32),
     )  # fmt: skip
     plan_into(plan, *step)
-    q = np.ones((1, group * KV_HEADS, head_dim), np.float32)
-    new = np.ones((1, KV_HEADS, head_dim), np.float32)
-    out, zero = np.empty_like(q), np.zeros(1, np.int32)
+    q = np.ones((queries, group * KV_HEADS, head_dim), np.float32)
+    new, out = np.ones((APPENDED, KV_HEADS, head_dim), np.float32), np.empty_like(q)
+    places = np.zeros(APPENDED, np.int32), np.arange(APPENDED, dtype=np.int32)
     attend = timer(lambda: launch.attend(plan, q, k_cache, v_cache, out, None, kinds))
     append = timer(
         lambda: kv_cache.append_paged_kv_cache(
-            new, new, zero, zero, k_cache, v_cache, step[2], step[1], LAYOUT, kinds
+            new, new, *places, k_cache, v_cache, step[2], step[1], LAYOUT, kinds
         )
     )
     return AttentionTimers(attend, append)
@@ -259,6 +264,7 @@ class OpTimes:
     kv_formats: dict[str, CacheRates]
     attention_operations_per_s: float
     attention_item_s: float
+    attention_vector_s: float
     quantize_s: float
     buffer_bytes_per_s: float
     op_s: float
@@ -268,22 +274,17 @@ def op_times(ranks: Ranks, kv_formats: Sequence[str] = KV_FORMATS) -> OpTimes:
     """Measure attention, appends, the quantization of activations, and a gate."""
     op_s, buffer_rate = _gate_times(ranks)
 
-    def attend(format: str, group: int, head_dim: int, keys: int = KEYS) -> float:
-        taken = ranks.at_once(attention_timers(format, group, head_dim, keys).attend)
+    def attend(format: str, group: int, head_dim: int, keys: int = KEYS, queries: int = 1) -> float:
+        timers = attention_timers(format, group, head_dim, keys, queries)
+        taken = ranks.at_once(timers.attend)
         return _at_least(taken - op_s, taken)
 
-    one, several = (attend("f16", group, 64) for group in (1, GROUP))
-    # QK and PV products: a multiplication and an addition each
-    more_operations = 4.0 * KEYS * KV_HEADS * 64 * (GROUP - 1)
-    operation_s = _at_least(several - one, several) / more_operations
-    few = attend("f16", 1, 64, FEW_KEYS)
-    per_key = _at_least(one - few, one) / (KEYS - FEW_KEYS)
-    item_s = _at_least(few - FEW_KEYS * per_key, few) / KV_HEADS
+    operation_s, item_s, vector_s = _attention_times(functools.partial(attend, "f16"))
     rates = {}
     for format in kv_formats:
         # of a key and a value, without the start and the multiplications of a head
         narrow, wide = (
-            _at_least(each - 4.0 * d * operation_s - item_s / KEYS, each)
+            _at_least(each - 4.0 * d * operation_s - (item_s + vector_s) / KEYS, each)
             for d in (64, 128)
             for each in [attend(format, 1, d) / (KEYS * KV_HEADS)]
         )
@@ -292,15 +293,34 @@ def op_times(ranks: Ranks, kv_formats: Sequence[str] = KV_FORMATS) -> OpTimes:
         rates[nk.kv_format(format).name] = CacheRates(
             _at_least(narrow / 2 - 64 * element_s, narrow / 2),
             element_s,
-            _at_least(append - op_s, append) / (2 * KV_HEADS * 128),
+            _at_least(append - op_s, append) / (2 * APPENDED * KV_HEADS * 128),
         )
     x = np.ones((8, SHAPE[1]), np.float32)
     codes = Int8Rows.empty(*x.shape)
     quantize = ranks.at_once(timer(lambda: quantized.quantize_activations(x, codes)))
     return OpTimes(
-        rates, 1.0 / operation_s, item_s, _at_least(quantize - op_s, quantize) / x.size,
+        rates, 1.0 / operation_s, item_s, vector_s, _at_least(quantize - op_s, quantize) / x.size,
         buffer_rate, op_s,
     )  # fmt: skip
+
+
+def _attention_times(attend: Callable[..., float]) -> tuple[float, float, float]:
+    """Return the times of an operation of QK and PV, and of the starts of an item and a vector.
+
+    A launch takes ``items * item_s + vectors * vector_s``, the time to read its keys, and that of
+    the operations of each vector with them: a multiplication and an addition for each element.
+    """
+    more_vectors, more_keys = KV_HEADS * (GROUP - 1), KEYS - FEW_KEYS
+    one, several = (attend(group, 64) for group in (1, GROUP))
+    few, few_several = (attend(group, 64, FEW_KEYS) for group in (1, GROUP))
+    keys_s = _at_least(several - few_several - (one - few), several)
+    operation_s = keys_s / (4.0 * 64 * more_keys * more_vectors)
+    prompt, n_vectors = attend(GROUP, 64, PROMPT, PROMPT), PROMPT * KV_HEADS * GROUP
+    operations = 4.0 * 64 * n_vectors * (PROMPT + 1) / 2
+    vector_s = _at_least(prompt - operations * operation_s, prompt) / n_vectors
+    per_key = _at_least(one - few, one) / more_keys
+    start_s = _at_least(few - FEW_KEYS * per_key, few) / KV_HEADS
+    return operation_s, max(start_s - vector_s, 0.05 * start_s), vector_s
 
 
 def _gate_times(ranks: Ranks) -> tuple[float, float]:

@@ -73,7 +73,7 @@ EXCHANGES = 8
 """All-reduces of a repetition."""
 ROUNDS = 3
 """Rounds of a measurement that is kept in a file."""
-VERSION = 4
+VERSION = 5
 """Version of the measurement, which goes up whenever its numbers mean something else."""
 
 Load = Callable[..., Any]
@@ -255,7 +255,7 @@ def _one_round(
             rates.setdefault(format, {})[arithmetic] = product_rates(ranks, format, arithmetic)
     operations, weights = {}, {}
     for arithmetic, base in rates[BASE].items():  # of formats unlike all measured ones
-        row_s = base.cached_s[-1] / MANY_ROWS
+        row_s = base.cached_s[-1] / MANY_ROWS[-1]
         operations[arithmetic] = 2.0 / row_s
         weights[arithmetic] = 1.0 / max(base.cached_s[0] - row_s, 0.1 * base.cached_s[0])
     ops: OpTimes = op_times(ranks)

@@ -72,6 +72,8 @@ class OpWork:
     token of a head), and elements of a row."""
     items: float = 0.0
     """Sequences times KV heads, for attention."""
+    vectors: float = 0.0
+    """Tokens times query heads, for attention."""
 
 
 class RankWork:
@@ -214,6 +216,7 @@ class RankWork:
         return {
             "sides": tuple((format.name, rows, width) for format, width in sides if width),
             "items": float(step.n_sequences * heads.n_kv_heads),
+            "vectors": float(step.n_tokens * self.program.n_heads),
         }
 
 
@@ -284,6 +287,7 @@ def _attention_s(work: OpWork, device: Device, alone: bool, cached: float) -> fl
         + device.read_s(work.cost.kv_bytes, cached, alone)
         + work.cost.attention_operations / operations
         + work.items * device.attention_item_s
+        + work.vectors * device.attention_vector_s
     )
 
 

@@ -89,6 +89,7 @@ QUANTIZED = BATCH * LAYERS * (2 * HIDDEN + HEADS * WIDTH + FFN)
         ({"burst_step_s": 5e-6}, 5e-6),
         ({"step_s": 1e-4, "sequence_s": 2e-5}, 1e-4 + 3 * 2e-5),
         ({"attention_item_s": 1e-6}, BATCH * KV_HEADS * LAYERS * 1e-6),
+        ({"attention_vector_s": 1e-7}, BATCH * HEADS * LAYERS * 1e-7),
         (
             {"attention_operations_per_s": 1e9},
             4 * WIDTH * HEADS * LAYERS * BATCH * CONTEXT / 1e9,
@@ -268,7 +269,7 @@ def test_measured_machines_are_written_and_read_again(tmp_path):
         machine(
             2, Link(1e-4, 1e9, "gather"), 3e-4, step_s=1e-4, sequence_s=2e-5, op_s=1e-7,
             cached=CacheCurve((1e6, 2e6), (1.0, 0.5)), cached_bytes_per_s=9e10, quantize_s=4e-10,
-            attention_item_s=1e-7,
+            attention_item_s=1e-7, attention_vector_s=2e-8,
         ),
         measurement=2,
     )  # fmt: skip
