@@ -36,7 +36,7 @@ class StructureError(UsageError):
     """Structure of a kind (`STRUCTURES`) that is invalid or beyond the limits of llguidance."""
 
     def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(f"{kind}{'' if reason.startswith('must ') else ':'} {reason}")
+        super().__init__(f"{kind}{'' if reason.startswith('must ') else ':'} {reason}", kind)
         self.kind = kind
         self.reason = reason
 
@@ -78,7 +78,8 @@ class Grammar:
         if not end_ids:
             raise UsageError(
                 f"{kind} needs an end token to end with, and there is none: leave out ignore_eos, "
-                "or give stop_token_ids"
+                "or give stop_token_ids",
+                kind,
             )
         self._end_ids = tuple(end_ids)
         self._vocabulary = _vocabulary(tokenizer, n_vocab, self._end_ids)

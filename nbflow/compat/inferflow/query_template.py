@@ -117,9 +117,9 @@ def fill(
 ) -> Parts:
     """Fill a template with a conversation.
 
-    That is an optional message of the system or developer, then user and assistant messages in turn; a last message of
-    the assistant is the start of the response.  With `needs_query`, a template without a query is
-    refused.
+    That is an optional message of the system (or developer), then user and assistant messages in
+    turn; a last message of the assistant is the start of the response.  With `needs_query`, a
+    template without a query is refused.
     """
     if needs_query and not is_template(template):
         raise UsageError(f"{where}: must contain {{query}}")

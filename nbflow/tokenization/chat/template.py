@@ -22,7 +22,7 @@ _MARK = "\U0010ffff"  # a noncharacter that breaks up special tokens spelled out
 _END = "\U0010fffe"
 """Noncharacter at the end of a message to be continued, where the prompt is cut."""
 _DEVELOPER = re.compile(r"""(['"])developer\1""")
-"""The role in a Jinja template that knows it; in others it is the system, whose newer name it is."""
+"""The role in a Jinja template that knows it; in others it is `system`, its older name."""
 _GUARDED = ("system", "user", "tool", "developer", "function", "ipython", "documents")
 
 
