@@ -491,15 +491,18 @@ class SamplingParams(OptionSet):
             if not 0 < len(text.encode(errors="surrogatepass")) <= MAX_STOP_BYTES:
                 raise UsageError(
                     f"stop must hold texts of 1..{MAX_STOP_BYTES} bytes, none empty, got "
-                    f"{text!r:.40}"
+                    f"{text!r:.40}",
+                    "stop",
                 )
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
             raise UsageError(
-                "allowed_token_ids must hold at least one token id; leave it out to allow all"
+                "allowed_token_ids must hold at least one token id; leave it out to allow all",
+                "allowed_token_ids",
             )
         given = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(given) > 1:
-            raise UsageError(f"give one of {', '.join(STRUCTURES)}; got {' and '.join(given)}")
+            message = f"give one of {', '.join(STRUCTURES)}; got {' and '.join(given)}"
+            raise UsageError(message, given[1])
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
