@@ -178,6 +178,7 @@ class LoadOptions(OffloadConfig):
         "auto", "auto (cpu), cpu, cuda, or emulator (CUDA kernels on the CPU, checked; very slow)",
         more='One for all ranks, or one for each: "cpu,cuda" with partition "0;1".  Ranks on '
         '"cuda" take the devices of their host in turn; "cuda:1" names one.',
+        metavar="DEVICE",
     )  # fmt: skip
     graphs: bool = option(True, "run repeated shapes of steps as CUDA graphs on devices")
     trace: bool = option(
