@@ -82,10 +82,14 @@ def use_simd(f, i, b, out):  # type: ignore[no-untyped-def]
 
 
 @jit.kernel
-def use_load_as(single, half, brain, b, out):  # type: ignore[no-untyped-def]
-    simd.store_f32(out, simd.load_as(single, b + 192 + simd.size_of(half)))
-    simd.store_f32(out + 64, simd.load_as(half, b + 192 + simd.size_of(single)))
-    simd.store_f32(out + 128, simd.load_as(brain, b + 192 + simd.size_of(brain)))
+def use_blocks(blocks, halves, f, b, out):  # type: ignore[no-untyped-def]
+    unit = register_tiles.unit_bytes(blocks)
+    columns = simd.splat(register_tiles.unit_columns(blocks) + register_tiles.unit_columns(halves))
+    simd.store_f32(out, columns)
+    simd.store_f32(out + 64, simd.splat(unit + register_tiles.unit_bytes(halves)))
+    tile = register_tiles.step(register_tiles.zero(2, 4), blocks, b + 192, unit, f + 640, 4)
+    tile = register_tiles.step_lanes(tile, blocks, b + 192, 40, f + 640, 128)
+    register_tiles.store(out + 128, tile)
 
 
 @jit.kernel

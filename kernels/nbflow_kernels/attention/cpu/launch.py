@@ -2,7 +2,8 @@
 
 The kernel is compiled for each pair of key and value readers: float16, bfloat16 or float32 in
 place; float32 rows converted from floats (head sizes that are not multiples of 16, fused RoPE, keys
-stored before RoPE); and float32 rows decoded from block formats.
+stored before RoPE); float32 rows decoded from block formats; and blocks of int8 in place, for few
+query vectors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from nbflow_kernels.attention.cpu.variants import set_variant
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.cpu.register_tiles import BLOCK_BYTES, has_wide_registers
 from nbflow_kernels.cpu.simd_memory import address_of
+from nbflow_kernels.kv_cache import cpu_codec as codec
 from nbflow_kernels.kv_cache.cpu_codec import BF16, F16, F32, FIRST_BLOCK_KIND
 from nbflow_kernels.kv_cache.page_table import strides
 
@@ -28,6 +31,13 @@ __all__ = ["attend", "attend_variant", "latent_attention", "merge_splits"]
 _FLOAT32: Any = np.float32(0)
 _BLOCKS: Any = np.uint8(0)
 _TILES: dict[int, Any] = {F32: _FLOAT32, F16: np.int16(0), BF16: np.uint16(0)}
+_INT8_BLOCKS: Any = np.int8(0)
+_INT8_KINDS = {
+    kind
+    for kind, layout in enumerate(codec.LAYOUTS)
+    if layout[codec.MODE] == codec.SIGNED and layout[codec.BLOCK_BYTES] == BLOCK_BYTES
+}
+"""Formats whose blocks register tiles read in place: a float16 scale and 32 int8."""
 # From this many query vectors on, float32 rows that cross cache lines are copied to aligned rows.
 PACK_FROM = 8
 
@@ -91,6 +101,8 @@ def _readers(
     copied = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
     readers = list[tuple[Any, ...]]()
     changed = plan.table(at.KEY_ROPE) is not None, False  # keys need float32 copies
+    if not packed and not changed[0] and _reads_blocks(plan, kinds):
+        return [(_INT8_BLOCKS, _INT8_BLOCKS, kind, None) for kind in kinds]
     starts = zip(kinds, (k, v), (steps[:4], steps[4:]), changed, strict=True)
     for kind, start, each, is_changed in starts:
         if packed or is_changed or kind not in _TILES:
@@ -101,6 +113,15 @@ def _readers(
         # only float32 rows are copied as they are: without the code to copy, less is compiled
         readers.append((_TILES[kind], _TILES[kind], kind, bool(pack) if kind == F32 else None))
     return readers
+
+
+def _reads_blocks(plan: AttentionPlan, kinds: tuple[int, int]) -> bool:
+    """Return whether keys and values are blocks of int8 that tiles read in place.
+
+    For more than eight query vectors they are decoded once for all.
+    """
+    fits = has_wide_registers() and plan.header[at.MAX_VECTORS] <= PACK_FROM
+    return fits and {*kinds} <= _INT8_KINDS and not any(dim % 32 for dim in plan.heads[2:])
 
 
 def attend_variant(

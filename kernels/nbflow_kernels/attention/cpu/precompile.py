@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu import launch
 from nbflow_kernels.attention.cpu.scheduler import schedule
 from nbflow_kernels.attention.plan import AttentionPlan
@@ -36,19 +37,24 @@ def attention_tasks(
         Whether the plans of the model have extras (`nbflow_kernels.attention.cpu.launch`).
     """
     tables: Any = (types.int64[::1], *4 * (types.int32[::1],), types.int64)
-    attention, append = _attention(kinds, dims, has_extras), _append(kinds, dims)
-    made = (
-        missing_kernel(attention.kernel, signature_of(attention)),
-        missing_kernel(schedule, tables),
-        missing_kernel(append.kernel, signature_of(append)),
-    )
+    calls = [_attention(kinds, dims, has_extras, n) for n in (1, at.TILE_VECTORS)]
+    calls.append(_append(kinds, dims))
+    wanted = {(call.kernel, signature_of(call)): None for call in calls} | {
+        (schedule, tables): None
+    }
+    made = (missing_kernel(*each) for each in wanted)
     return [task for task in made if task is not None]
 
 
-def _attention(kinds: tuple[int, int], dims: tuple[int, int], has_extras: bool) -> GraphNode:
-    """Return the launch of a model's attention kernel, which is not made."""
+def _attention(
+    kinds: tuple[int, int], dims: tuple[int, int], has_extras: bool, n_vectors: int
+) -> GraphNode:
+    """Return the launch of a model's attention kernel, which is not made.
+
+    `n_vectors` are query vectors of an item, many in prompts.
+    """
     plan = AttentionPlan((1, 1, *dims), _PAGE, logits_soft_cap=float(has_extras))
-    plan.n_shares = 1
+    plan.n_shares, plan.header[at.MAX_VECTORS] = 1, n_vectors
     q, out = (np.zeros((1, 1, d), np.float32) for d in dims)
     keys, values = _caches(dims)
     with capture() as seen:
