@@ -79,6 +79,7 @@ def _assert_same(found: np.ndarray, wanted: np.ndarray) -> None:
         "narrow",
         "double",
         "accumulators",
+        "columns",
     ],
 )
 def test_fallbacks_give_the_same_bits(name: str, seed: int) -> None:

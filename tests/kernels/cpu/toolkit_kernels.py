@@ -16,6 +16,7 @@ from nbflow_kernels.cpu import (
     atomics,
     jit,
     register_tiles,
+    register_tiles_columns,
     register_tiles_int8,
     register_tiles_lower,
     register_tiles_sums,
@@ -234,6 +235,17 @@ def use_tiles_lower(f, i, b, out):  # type: ignore[no-untyped-def]
     register_tiles.store(out, tile)
     tile = register_tiles_lower.add_lower(register_tiles.load(2, 3, f + 192), f + 640, 20, f + 704)
     register_tiles.store(out + 384, tile)
+
+
+@jit.kernel
+def use_columns(f, i, b, out):  # type: ignore[no-untyped-def]
+    for j in range(16):
+        simd_memory.write_i64(out + 8 * j, b + 34 * j)
+    tile = register_tiles_columns.load_columns(out, 5)
+    for j in range(16):  # addresses differ between runs
+        simd_memory.write_i64(out + 8 * j, j)
+    register_tiles.store(out + 128, tile)
+    simd.store_i32(out + 640, register_tiles_columns.dot_columns(tile, i, b + 1024))
 
 
 @jit.kernel

@@ -11,6 +11,7 @@ import numpy as np
 from numba.core import types
 from numba.core.extending import overload
 
+from nbflow_kernels.attention.cpu.int8_scores import qk_blocks
 from nbflow_kernels.attention.cpu.online_softmax import (
     FIRST,
     LAST,
@@ -39,9 +40,29 @@ WIDE = has_wide_registers()
 """Tiles of 16 vectors fit into the registers."""
 
 
-@jit.device_function
-def qk_scores(like, M, q, row_bytes, table, state, s, scratch, ahead, n_prefetch):
+def qk_scores(like: Any, *args: Any) -> None:
     """Compute Q K^T of a chunk."""
+    (_qk_int8 if isinstance(like, np.uint32) else _qk_floats)(like, *args)
+
+
+@overload(qk_scores, strict=False)
+def _qk_scores_overload(like, *args):
+    if like == types.uint32:
+        return lambda like, *args: _qk_int8(like, *args)
+    return lambda like, *args: _qk_floats(like, *args)
+
+
+@jit.device_function
+def _qk_int8(like, M, q, row_bytes, table, state, s, scratch, ahead, n_prefetch):
+    """Do `qk_scores` with products of int8."""
+    first, last = visible_to_any(state, M)
+    if first < last:
+        qk_blocks(M, q, row_bytes, table, first, last, s, scratch, ahead, n_prefetch)
+
+
+@jit.device_function
+def _qk_floats(like, M, q, row_bytes, table, state, s, scratch, ahead, n_prefetch):
+    """Do `qk_scores` with float32 products."""
     m, n, half = np.int64(0), n_prefetch, half_lanes()
     while m < M:
         q_m, scores, records = q + m * row_bytes, s + m * SCORE_BYTES, state + STATE_BYTES * m

@@ -33,6 +33,7 @@ from nbflow_kernels.attention.cpu.head_rows import (
     unpack_keys,
     unpack_values,
 )
+from nbflow_kernels.attention.cpu.int8_scores import quantize_query
 from nbflow_kernels.attention.cpu.online_softmax import (
     FIRST,
     HIGH,
@@ -171,7 +172,9 @@ def exp_rows(M, s, state):
 
 
 @jit.device_function
-def load_queries(header, pack, q, q_row_bytes, M, group, row, head, position, target, padded):
+def load_queries(
+    header, like, pack, q, q_row_bytes, M, group, row, head, position, target, padded
+):  # fmt: skip
     """Load a tile's query vectors times their factors, rotated if the plan has RoPE."""
     D, rope = read_word(header, at.DIM_QK), read_word(header, at.ROPE)
     factors = read_word(header, at.SCORE_FACTORS)
@@ -182,6 +185,7 @@ def load_queries(header, pack, q, q_row_bytes, M, group, row, head, position, ta
         copy_floats(F32, vector, D, read_f32(factors + 4 * h), place, padded)
         if pack is not None and rope != 0:  # with RoPE, keys are copied
             rotate_halves(place, rope + 4 * D * max(position + m // group, 0), D // 2)
+        quantize_query(like, place, 4 * padded)
 
 
 @jit.device_function
@@ -389,8 +393,9 @@ def flash_attention(
         border = (begin // split + 1) * split
         M, tile, shared_pass = (end_row - row) * group, np.int64(0), shared > 0
         load_queries(
-            header, k_pack, q, q_row_bytes, M, group, row, head, first_position, q_tile, wide_qk
-        )
+            header, k_like, k_pack, q, q_row_bytes, M, group, row, head, first_position, q_tile,
+            wide_qk,
+        )  # fmt: skip
         reset_state(M, acc, vo_bytes, state)
         visible_ranges(header, request, row, end_row, group, state)
         while row < end_row:  # shared keys with all rows, then each request's own keys

@@ -23,7 +23,10 @@ _PAGE = 16
 
 
 def attention_tasks(
-    kinds: tuple[int, int], dims: tuple[int, int], has_extras: bool = False
+    kinds: tuple[int, int],
+    dims: tuple[int, int],
+    has_extras: bool = False,
+    int8_scores: bool = False,
 ) -> list[Task]:
     """Return the compilations that the cache lacks: attention, its schedule, the cache's rows.
 
@@ -35,9 +38,11 @@ def attention_tasks(
         Head sizes of keys and values.
     has_extras : bool
         Whether the plans of the model have extras (`nbflow_kernels.attention.cpu.launch`).
+    int8_scores : bool
+        Whether scores are computed with int8 queries where keys are int8, see there.
     """
     tables: Any = (types.int64[::1], *4 * (types.int32[::1],), types.int64)
-    calls = [_attention(kinds, dims, has_extras, n) for n in (1, at.TILE_VECTORS)]
+    calls = [_attention(kinds, dims, has_extras, int8_scores, n) for n in (1, at.TILE_VECTORS)]
     calls.append(_append(kinds, dims))
     wanted = {(call.kernel, signature_of(call)): None for call in calls} | {
         (schedule, tables): None
@@ -47,7 +52,11 @@ def attention_tasks(
 
 
 def _attention(
-    kinds: tuple[int, int], dims: tuple[int, int], has_extras: bool, n_vectors: int
+    kinds: tuple[int, int],
+    dims: tuple[int, int],
+    has_extras: bool,
+    int8_scores: bool,
+    n_vectors: int,
 ) -> GraphNode:
     """Return the launch of a model's attention kernel, which is not made.
 
@@ -58,7 +67,7 @@ def _attention(
     q, out = (np.zeros((1, 1, d), np.float32) for d in dims)
     keys, values = _caches(dims)
     with capture() as seen:
-        launch.attend(plan, q, keys, values, out, None, kinds)
+        launch.attend(plan, q, keys, values, out, None, kinds, int8_scores=int8_scores)
     (call,) = seen.calls
     return call
 
