@@ -126,7 +126,8 @@ class LoadOptions(OffloadConfig):
         "f32", "compute type of matrix products: f32, bf16 or int8", metavar="A",
         more='"f32" multiplies float32 activations with dequantized weights.  "bf16" rounds both '
         'to bfloat16.  "int8" quantizes activations in blocks of 32 columns, as llama.cpp, '
-        "for weights in a block format.  Accumulation is float32 (int32 within a block).",
+        "for weights in a block format, and queries for keys in a q8_0 cache on processors with "
+        "AVX-512 VNNI.  Accumulation is float32 (int32 within a block).",
     )  # fmt: skip
     kv: str = option(
         "f16", "KV cache format: f16, q8_0, ...; or of keys and values apart: q8_0/q4_0",
