@@ -90,6 +90,8 @@ _collector_off = _Collector()
 class KernelCompiler(compiler.Compiler):
     """Numba's compiler with our symbol names, fewer passes, and no garbage collection meanwhile."""
 
+    library: Any = numba_libraries.KernelLibrary
+
     def define_pipelines(self) -> Any:
         """Return Numba's pipelines without passes that have nothing to do."""
         pipelines = super().define_pipelines()
@@ -102,6 +104,8 @@ class KernelCompiler(compiler.Compiler):
         identity = self.state.func_id
         identity.unique_id = next(_numbers)
         identity.unique_name = f"{identity.func_qualname}${identity.unique_id}"
+        self.state.library = self.library(self.state.targetctx.codegen(), identity.func_qualname)
+        self.state.library.enable_object_caching()
         with _collector_off, numba_passes.compiling_kernel:
             return super()._compile_bytecode()
 
@@ -109,22 +113,16 @@ class KernelCompiler(compiler.Compiler):
 class SmallKernelCompiler(KernelCompiler):
     """`KernelCompiler` that leaves loops as they are."""
 
-    library: Any = numba_libraries.SmallKernelLibrary
-
-    def _compile_bytecode(self) -> Any:
-        name = self.state.func_id.func_qualname
-        self.state.library = self.library(self.state.targetctx.codegen(), name)
-        self.state.library.enable_object_caching()
-        return super()._compile_bytecode()
+    library = numba_libraries.SmallKernelLibrary
 
 
-class ScalarKernelCompiler(SmallKernelCompiler):
+class ScalarKernelCompiler(KernelCompiler):
     """`KernelCompiler` that neither unrolls nor vectorizes loops."""
 
     library = numba_libraries.ScalarKernelLibrary
 
 
-class DeviceCompiler(SmallKernelCompiler):
+class DeviceCompiler(KernelCompiler):
     """`KernelCompiler` whose result is LLVM IR."""
 
     library = numba_libraries.DeviceLibrary

@@ -8,7 +8,7 @@ from functools import reduce
 import numba
 import numpy as np
 import pytest
-from numba.core import base, compiler, event, postproc, runtime, types, untyped_passes
+from numba.core import base, codegen, compiler, event, postproc, runtime, types, untyped_passes
 from numba.core.registry import cpu_target
 from numba.core.runtime import _nrt_python
 from numba.core.types.functions import Function
@@ -74,7 +74,9 @@ def _code(function: object, **options: object) -> str:
     return re.sub(r"%[\w.]*\d[\w.]*", lambda found: f"%{values.index(found[0])}", code)
 
 
-def test_code_is_that_of_numbas_passes():
+def test_code_is_that_of_numbas_passes(monkeypatch):
+    # kernels' libraries optimize in other steps
+    monkeypatch.setattr(jit.KernelCompiler, "library", codegen.JITCodeLibrary)
     shorter = _code(scaled_sum, pipeline_class=jit.KernelCompiler)
     assert "fadd" in shorter
     assert shorter == _code(scaled_sum, pipeline_class=compiler.Compiler)
