@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from functools import reduce
 
 import numba
@@ -105,6 +106,22 @@ def _in_python(a: np.ndarray) -> np.ndarray:
     out = np.full(2, np.nan)
     scaled_sum(a, 4, out)
     return out
+
+
+def test_an_entry_point_is_made_for_the_first_call_from_python():
+    compiled, kinds = jit.kernel(scaled_sum), (types.float64[::1], types.int64, types.float64[::1])
+    compiled.compile_code(kinds)
+    assert not compiled._entries
+    a, out = np.array([-4.0, 1.0, 3.0, 1.0]), np.full(2, np.nan)
+    before = sys.getrefcount(a)
+    for _ in range(3):
+        compiled(a, 4, out)
+    assert tuple(out) == (9.0, 1.0)
+    assert sys.getrefcount(a) == before
+    assert list(compiled._entries) == list(compiled.overloads) == [kinds]
+    assert compiled._entries[kinds] is compiled.compile(kinds)
+    with pytest.raises(TypeError, match="arg"):
+        compiled(a)
 
 
 def test_passes_are_left_out_by_what_a_function_contains():

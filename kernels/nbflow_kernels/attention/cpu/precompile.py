@@ -39,7 +39,7 @@ def attention_tasks(
     attention, append = _attention(kinds, dims, has_extras), _append(kinds, dims)
     made = (
         missing_kernel(attention.kernel, signature_of(attention)),
-        missing_kernel(schedule, tables),
+        missing_kernel(schedule, tables, True),
         missing_kernel(append.kernel, signature_of(append)),
     )
     return [task for task in made if task is not None]
