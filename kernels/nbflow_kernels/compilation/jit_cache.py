@@ -20,6 +20,7 @@ The operating system drops the lock of a process that ends.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -29,7 +30,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba.core import caching
 from numba.core.serialize import dumps
@@ -146,6 +147,15 @@ def lock_path(entry: Path) -> Path:
     return entry.with_suffix(".lock")
 
 
+class EntryKey(NamedTuple):
+    """Key of a compiled kernel's entry point for Python."""
+
+    kernel: Any
+    """Key of the kernel."""
+    name: str
+    """Symbol of the kernel's machine code, which the entry point calls."""
+
+
 class KeyedFiles(caching.IndexDataCacheFile):
     """Cache files of one function, replacing Numba's index and numbered files.
 
@@ -168,7 +178,7 @@ class KeyedFiles(caching.IndexDataCacheFile):
 
     def flush(self) -> None:
         """Delete all entries of the function."""
-        for path in Path(self._cache_path).glob(f"{self._base}.*.nbc"):
+        for path in Path(self._cache_path).glob(f"{self._base}.*.nb[ce]"):
             path.unlink(missing_ok=True)
 
     def save(self, key: Any, data: Any) -> None:
@@ -196,7 +206,8 @@ class KeyedFiles(caching.IndexDataCacheFile):
     def path(self, key: Any) -> Path:
         """Return the file of a key's entry."""
         digest = hashlib.sha256(repr((self._stamp, key)).encode()).hexdigest()[:24]
-        return Path(self._cache_path) / f"{self._base}.{digest}.nbc"
+        suffix = "nbe" if isinstance(key, EntryKey) else "nbc"
+        return Path(self._cache_path) / f"{self._base}.{digest}.{suffix}"
 
 
 class _Locator(caching._CacheLocator):
@@ -332,6 +343,25 @@ class KernelCache(caching.FunctionCache):
             _warn_not_stored(cache_root(), error.strerror)
         finally:
             self.unlock()
+
+    def load_entry(self, compiled: Any) -> Any:
+        """Return the library of a compiled kernel's entry point for Python; None if absent."""
+        codegen = compiled.target_context.codegen()
+        found = self._cache_file.load(self._entry_key(compiled))
+        try:
+            return found and codegen.unserialize_library(found)
+        except Exception:  # foreign bytes can raise anything
+            return None
+
+    def save_entry(self, compiled: Any, library: Any) -> None:
+        """Write the library of a compiled kernel's entry point for Python."""
+        with contextlib.suppress(OSError):  # `save_overload` warned
+            self._impl.locator.ensure_cache_path()
+            self._cache_file.save(self._entry_key(compiled), library.serialize_using_object_code())
+
+    def _entry_key(self, compiled: Any) -> EntryKey:
+        key = self._index_key(compiled.signature.args, compiled.target_context.codegen())
+        return EntryKey(key, compiled.fndesc.mangled_name)
 
     def unlock(self) -> None:
         """Release the lock of the entry that was being compiled, if any."""

@@ -196,11 +196,16 @@ def _is_locked(call: GraphNode) -> bool:
     return isinstance(kernel, CachedKernel) and kernel.is_locked(signature_of(call))
 
 
-def missing_kernel(kernel: Any, signature: tuple[Any, ...]) -> Task | None:
-    """Return a task that compiles a kernel; None if the cache has it or cannot keep it."""
+def missing_kernel(
+    kernel: Any, signature: tuple[Any, ...], from_python: bool = False
+) -> Task | None:
+    """Return a task that compiles a kernel; None if the cache has it or cannot keep it.
+
+    With an entry point for calls `from_python`; graphs call by address.
+    """
     if not isinstance(kernel, CachedKernel) or kernel.is_cached(signature):
         return None
-    return functools.partial(kernel.compile, signature)
+    return functools.partial(kernel.compile if from_python else kernel.compile_code, signature)
 
 
 def signature_of(call: GraphNode) -> tuple[Any, ...]:
@@ -213,7 +218,7 @@ def _machine_code(call: GraphNode) -> _Code:
     kernel: Any = call.kernel
     signature = signature_of(call)
     if signature not in kernel.overloads:
-        kernel.compile(signature)
+        kernel.compile_code(signature)
     compiled = kernel.overloads[signature]
     name = compiled.fndesc.llvm_func_name
     return _Code(signature, compiled.library.get_pointer_to_function(name))

@@ -24,13 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import caching, compiler, inline_closurecall
+from numba.core import caching, compiler, inline_closurecall, sigutils
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
 from nbflow_kernels.compilation import jit_cache
 from nbflow_kernels.compilation.numba_inlining import share_scopes
-from nbflow_kernels.cpu import interpreter, numba_compile_time, numba_libraries, numba_passes
+from nbflow_kernels.cpu import (
+    interpreter,
+    numba_compile_time,
+    numba_entry,
+    numba_libraries,
+    numba_passes,
+)
 from nbflow_kernels.cpu.fork import in_child, lock_during_fork
 
 # A fork waits for other threads' compilations: a child would wait for their lock for ever.
@@ -90,6 +96,8 @@ _collector_off = _Collector()
 class KernelCompiler(compiler.Compiler):
     """Numba's compiler with our symbol names, fewer passes, and no garbage collection meanwhile."""
 
+    library: Any = numba_libraries.KernelLibrary
+
     def define_pipelines(self) -> Any:
         """Return Numba's pipelines without passes that have nothing to do."""
         pipelines = super().define_pipelines()
@@ -102,6 +110,8 @@ class KernelCompiler(compiler.Compiler):
         identity = self.state.func_id
         identity.unique_id = next(_numbers)
         identity.unique_name = f"{identity.func_qualname}${identity.unique_id}"
+        self.state.library = self.library(self.state.targetctx.codegen(), identity.func_qualname)
+        self.state.library.enable_object_caching()
         with _collector_off, numba_passes.compiling_kernel:
             return super()._compile_bytecode()
 
@@ -109,31 +119,25 @@ class KernelCompiler(compiler.Compiler):
 class SmallKernelCompiler(KernelCompiler):
     """`KernelCompiler` that leaves loops as they are."""
 
-    library: Any = numba_libraries.SmallKernelLibrary
-
-    def _compile_bytecode(self) -> Any:
-        name = self.state.func_id.func_qualname
-        self.state.library = self.library(self.state.targetctx.codegen(), name)
-        self.state.library.enable_object_caching()
-        return super()._compile_bytecode()
+    library = numba_libraries.SmallKernelLibrary
 
 
-class ScalarKernelCompiler(SmallKernelCompiler):
+class ScalarKernelCompiler(KernelCompiler):
     """`KernelCompiler` that neither unrolls nor vectorizes loops."""
 
     library = numba_libraries.ScalarKernelLibrary
 
 
-class DeviceCompiler(SmallKernelCompiler):
+class DeviceCompiler(KernelCompiler):
     """`KernelCompiler` whose result is LLVM IR."""
 
     library = numba_libraries.DeviceLibrary
 
 
-# Kernels are called from Python and by address, never as a C function; device functions are not
-# called from Python either.
+# Kernels are never called as a C function, and get an entry point for Python when they need it.
 _OPTIONS: Any = {
-    "nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True,
+    "nogil": True, "error_model": "numpy", "boundscheck": False,
+    "no_cfunc_wrapper": True, "no_cpython_wrapper": True,
 }  # fmt: skip
 
 
@@ -191,11 +195,42 @@ class CachedKernel(CPUDispatcher):
         may_save = functools.partial(jit_cache.is_as_imported, path)
         return jit_cache.KernelCache(function, jit_cache.cache_folder(path), may_save, not is_ours)
 
+    @functools.cached_property
+    def _entries(self) -> dict[Any, Any]:
+        """Entry points for Python, by argument types."""
+        return {}
+
     def compile(self, sig: Any) -> Any:
-        """Compile for a signature, or load from the cache; return the entry point."""
+        """Compile for a signature, or load from the cache; return the entry point for Python."""
+        self.compile_code(sig)
+        arguments = tuple(sigutils.normalize_signature(sig)[0])
+        with global_compiler_lock:
+            if arguments not in self._entries:
+                self._entries[arguments] = entry = self._entry(self.overloads[arguments])
+                insert: Any = self._insert  # type: ignore[attr-defined]
+                insert([kind._code for kind in arguments], entry, False)
+        return self._entries[arguments]
+
+    def _entry(self, compiled: Any) -> Any:
+        """Return a compiled kernel's entry point, its wrapper compiled or from the cache."""
+        cache = self._cache if isinstance(self._cache, jit_cache.KernelCache) else None
+        library = cache and cache.load_entry(compiled)
+        if library is None:
+            with _collector_off, numba_passes.compiling_kernel:
+                library = numba_entry.compile_entry(compiled)
+            if cache:
+                cache.save_entry(compiled, library)
+        return numba_entry.entry_point(compiled, library)
+
+    def add_overload(self, cres: Any) -> None:
+        """Keep compiled code, which Python cannot call before it has an entry point."""
+        self.overloads[tuple(cres.signature.args)] = cres
+
+    def compile_code(self, sig: Any) -> None:
+        """Compile for a signature, or load from the cache, to be called by address."""
         try:
             with numba_passes.compiling_kernel:
-                return super().compile(sig)
+                super().compile(sig)
         finally:
             if isinstance(self._cache, jit_cache.KernelCache):
                 self._cache.unlock()  # compilation may have failed
@@ -251,7 +286,7 @@ def device_function(
     fastmath: Any = False if strict else FAST_MATH
     if inline == "always":
         return numba.njit(inline="always", error_model="numpy", fastmath=fastmath)(function)
-    options: Any = {**_OPTIONS, "no_cpython_wrapper": True, "forceinline": inline == "llvm"}
+    options: Any = {**_OPTIONS, "forceinline": inline == "llvm"}
     compiled = numba.njit(fastmath=fastmath, pipeline_class=DeviceCompiler, **options)(function)
     if isinstance(compiled, CPUDispatcher):  # else compilation is disabled
         compiled.__class__ = DeviceFunction

@@ -5,6 +5,10 @@ optimize it again: most of the compile time of a kernel made of twenty functions
 `DeviceLibrary` stops before that.  Functions of Numba that kernels call, such as `min` and `max`,
 become device libraries too.
 
+Before LLVM optimizes a module, Numba optimizes each function of it and runs cheaper passes to find
+references that are counted in vain, of which kernels have next to none.  A `KernelLibrary` does
+without.
+
 LLVM unrolls loops of which it does not know that they are short: of the time for a kernel of many
 loops, a third goes into copies of them.  A `SmallKernelLibrary` does without.
 """
@@ -63,7 +67,19 @@ class DeviceLibrary(codegen.JITCodeLibrary):
         return self._shared_module
 
 
-class SmallKernelLibrary(codegen.JITCodeLibrary):
+class KernelLibrary(codegen.JITCodeLibrary):
+    """Machine code that is optimized once, as a whole."""
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        ll_module.data_layout = self._codegen._data_layout
+
+    def _optimize_final_module(self) -> None:
+        made = self._codegen._module_pass_manager()
+        manager, *builder = made if isinstance(made, tuple) else (made,)  # by version of Numba
+        manager.run(self._final_module, *builder)
+
+
+class SmallKernelLibrary(KernelLibrary):
     """Machine code whose loops are not unrolled."""
 
     vectorize = True
@@ -71,9 +87,6 @@ class SmallKernelLibrary(codegen.JITCodeLibrary):
 
     def __init__(self, made_by: Any, name: str) -> None:
         super().__init__(_WithoutUnrolling(made_by, self.vectorize), name)
-
-    def _optimize_functions(self, ll_module: Any) -> None:
-        ll_module.data_layout = self._codegen._data_layout  # the module is optimized as a whole
 
 
 class ScalarKernelLibrary(SmallKernelLibrary):

@@ -513,7 +513,7 @@ def transpose(typing_context, like, at, row_bytes, to):
 
     def codegen(context, builder, signature, args):
         at, row_bytes, to = (llvm.int64(context, builder, signature, args, i) for i in (1, 2, 3))
-        column_bytes = LANES * like.dtype.bitwidth // 8
+        column_bytes = LANES * context.get_abi_sizeof(stored)
         for i, column in enumerate(_columns(builder, at, row_bytes, stored)):
             llvm.store(builder, column, llvm.offset(builder, to, column_bytes * i))
         return context.get_dummy_value()

@@ -16,6 +16,7 @@ also 16 lanes of 4 bytes: `dot_u8_i8` multiplies byte by byte and adds the four 
 `dot_u7_i8(acc, u, s)`          the same where all of `u` is below 128: cheaper without VNNI
 `pair_first(c)` `pair_second`   x and y of c = x + 11 * y, x < 11, in the low 7 bits of each byte
 `store_narrow(addr, v)`         write the low bytes of 16 int32
+`store_halves(addr, v)`         write their low 16 bits
 ==============================  ===================================================================
 
 All give the same bits on every processor.
@@ -143,6 +144,12 @@ store_narrow = _make(
     types.none,
     (_ADDRESS, i32x16),
     lambda b, a, v: store(b, b.trunc(v, vector(I8)), a),
+)
+store_halves = _make(
+    "store_halves",
+    types.none,
+    (_ADDRESS, i32x16),
+    lambda b, a, v: store(b, b.trunc(v, vector(I16)), a),
 )
 
 

@@ -231,7 +231,7 @@ def _announce(shared, kind, n_threads):
 
 def pool_tasks() -> list[Task]:
     """Return the compilations of a pool's kernels that the cache lacks."""
-    made = (missing_kernel(kernel, (int64, int64, int64)) for kernel in (_serve, _announce))
+    made = (missing_kernel(kernel, (int64, int64, int64), True) for kernel in (_serve, _announce))
     return [task for task in made if task is not None]
 
 

@@ -39,7 +39,15 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import huge_pages, jit, register_tiles, simd, simd_int8
 from nbflow_kernels.cpu.parallel_for import parallel_chunks, parallel_for
-from nbflow_kernels.cpu.simd_memory import read_f16, read_i32, write_f16
+from nbflow_kernels.cpu.simd_memory import (
+    address_of,
+    allocate,
+    read_f16,
+    read_i32,
+    read_word,
+    release,
+    write_f16,
+)
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks, ReadRows, has_floats
 
@@ -325,50 +333,54 @@ def _pack(
     """Pack rows of `n_columns` columns."""
     empty = CpuPacked(form, n_rows, -(-n_columns // form.block), np.zeros(0, np.uint8))
     packed = replace(empty, data=huge_pages.zeros(empty.n_groups * empty.group_bytes))
-    words = packed.data.view(np.uint32).reshape(packed.n_groups, packed.group_bytes // 4)
-    blocks = words.reshape(packed.n_groups, packed.n_blocks, form.block_bytes // 4)
+    out = address_of(packed.data)
     pairs = True if form.bits == PAIRS else None  # few formats need the code for pairs
-    fields = np.array(FIELDS.get(form.bits, ((0,) * 5,)), np.int64)
-    sizes = np.array((form.block_bytes, form.d_bytes, form.segment_bytes, form.codes_at)) // 4
+    fields = np.array((*FIELDS.get(form.bits, ()), (0,) * 5), np.int64)
+    sizes = form.block_bytes, form.d_bytes, form.segment_bytes, form.codes_at
 
     def read_and_pack(start: int, stop: int) -> None:
         part = integers(rows(start, stop))
-        groups = slice(start // ROWS, -(-stop // ROWS))
+        first, n_groups = start // ROWS, -(-stop // ROWS) - start // ROWS
         codes = _padded(part.codes, packed.n_columns)
         parallel_for(
-            _pack_codes, groups.stop - groups.start, 2.0 * codes.size,
-            codes.view(np.int32), words[groups], form.bits, fields, pairs, packed.n_blocks,
+            _pack_codes, n_groups, 2.0 * codes.size,
+            address_of(codes), codes.shape[1] // 4, out + first * packed.group_bytes,
+            packed.group_bytes, form.bits, address_of(fields), pairs, packed.n_blocks,
             form.block // form.segment, form.segment // form.unit, form.unit // 4, sizes,
         )  # fmt: skip
-        _pack_all_numbers(form, part, blocks[groups])
+        _pack_all_numbers(packed, part, first, n_groups)
 
     step = ROWS * max(1, CHUNK // (ROWS * packed.n_columns))
     parallel_chunks(read_and_pack, n_rows, step, ROWS)
     return packed
 
 
-def _pack_all_numbers(form: CpuLayout, part: DecodedBlocks, blocks: NDArray[np.uint32]) -> None:
-    """Write floats, integer scales and mins to blocks (groups, blocks, words), which are zero."""
+def _pack_all_numbers(packed: CpuPacked, part: DecodedBlocks, first: int, n_groups: int) -> None:
+    """Write floats, integer scales and mins to row groups from `first` on."""
+    form, out = packed.form, address_of(packed.data) + first * packed.group_bytes
     at, n = 0, form.block // form.d_block
     runs = [(floats, n, n) for floats in _floats(form, part)]
     n, n_run = form.block // form.sub_block, form.segment_scales
     runs += [(integers, n, n_run) for integers in _scales_and_mins(form, part)]
     for numbers, n, n_run in runs:
         size = numbers.itemsize
-        stored = _padded(numbers, -(-numbers.shape[1] * size // 4) * 4 // size).view(np.int32)
+        stored = _padded(numbers, numbers.shape[1])
         parallel_for(
-            _pack_numbers, len(blocks), 4.0 * stored.size,
-            stored, size, blocks, at, n, n_run, form.segment_bytes // 4,
+            _pack_numbers, n_groups, 4.0 * stored.size,
+            address_of(stored), stored.shape[1] * size // 4, size, out, packed.n_blocks,
+            form.block_bytes, at, n, n_run, form.segment_bytes,
         )  # fmt: skip
-        at += n_run * ROWS * size // 4
+        at += n_run * ROWS * size
 
 
 def _padded(array: NDArray[Any], n_columns: int) -> NDArray[Any]:
-    """Return the array C-contiguous, zero-padded to the right."""
-    if array.shape[1] == n_columns:
+    """Return the array C-contiguous, with zeros up to whole row groups and 64 bytes of a row."""
+    step = 64 // array.itemsize
+    shape = -(-len(array) // ROWS) * ROWS, -(-n_columns // step) * step
+    if array.shape == shape:
         return np.ascontiguousarray(array)
-    result = np.zeros((len(array), n_columns), array.dtype)
-    result[:, : array.shape[1]] = array
+    result = np.zeros(shape, array.dtype)
+    result[: len(array), : array.shape[1]] = array
     return result
 
 
@@ -454,113 +466,109 @@ def _narrow(numbers, halves):
 
 
 @jit.kernel(unroll=False)
-def _pack_numbers(numbers, size, out, at, n, n_run, step, start, stop):
-    """Pack numbers of `size` bytes, rows of words, in row groups [start, stop).
+def _pack_numbers(
+    numbers, n_words, size, out, n_blocks, block_bytes, at, n, n_run, step, start, stop
+):  # fmt: skip
+    """Pack numbers of `size` bytes, rows of `n_words` words, into row groups [start, stop).
 
-    Run i of `n_run` of the `n` numbers per block begins at word ``at + i * step`` of the block; the
-    words of `out`, (groups, blocks, words), are zero before.
+    Run i of `n_run` of the `n` numbers per block begins at byte ``at + i * step`` of the block.
     """
-    lanes = np.empty((numbers.shape[1], ROWS), np.int32)
-    per_word, words = 4 // size, ROWS * size // 4  # words per number of all lanes
+    lanes = allocate(64 * n_words)
+    per_word, run = 4 // size, ROWS * size
     for group in range(start, stop):
-        _transpose(numbers, group * ROWS, lanes)
-        for b in range(out.shape[1]):
+        _transpose(numbers, n_words, group * ROWS, lanes)
+        to = out + group * n_blocks * block_bytes + at
+        for b in range(n_blocks):
             for i in range(n):
                 k = (b * n + i) // per_word
-                if k >= len(lanes):
+                if k >= n_words:
                     break
                 shift = (b * n + i) % per_word * 8 * size
-                to = at + i // n_run * step + i % n_run * words
+                word = simd.load_i32(lanes + 64 * k)
+                word = simd.shr(word, simd.splat_i32(np.int32(shift)))
+                place = to + b * block_bytes + i // n_run * step + i % n_run * run
                 if size == 4:
-                    for lane in range(ROWS):
-                        out[group, b, to + lane] = lanes[k, lane] & 0xFFFFFFFF
+                    simd.store_i32(place, word)
                 elif size == 2:
-                    for j in range(8):
-                        low = (lanes[k, 2 * j] >> shift) & 0xFFFF
-                        high = (lanes[k, 2 * j + 1] >> shift) & 0xFFFF
-                        out[group, b, to + j] = low | high << 16
+                    simd_int8.store_halves(place, word)
                 else:
-                    word = simd.load_i32(simd.address(lanes[k]))
-                    word = simd.shr(word, simd.splat_i32(np.int32(shift)))
-                    simd_int8.store_narrow(simd.address(out[group, b]) + 4 * to, word)
+                    simd_int8.store_narrow(place, word)
+    release(lanes)
 
 
 @jit.device_function
-def _transpose(words, first, lanes):
-    """Copy 16 rows of words, from row `first` on, to (words, 16); rows after the last are 0."""
-    count = min(ROWS, len(words) - first)
-    n = words.shape[1]
-    done = n // 16 * 16 if count == ROWS else 0
-    for k in range(0, done, 16):
-        at = simd.address(words) + first * words.strides[0] + 4 * k
-        register_tiles.transpose(words, at, words.strides[0], simd.address(lanes[k]))
-    for k in range(done, n):
-        for lane in range(ROWS):
-            lanes[k, lane] = words[first + lane, k] if lane < count else 0
+def _transpose(words, n_words, first, lanes):
+    """Copy 16 rows of words, from row `first` on, to (words, 16)."""
+    words += first * n_words * 4
+    for k in range(0, n_words, 16):
+        register_tiles.transpose(np.int32(0), words + 4 * k, 4 * n_words, lanes + 64 * k)
 
 
 @jit.kernel(unroll=False)
 def _pack_codes(
-    codes, out, bits, fields, pairs, n_blocks, segments, units, vectors, sizes, start, stop
+    codes, n_words, out, group_bytes, bits, fields, pairs, n_blocks, segments, units,
+    vectors, sizes, start, stop,
 ):  # fmt: skip
-    """Pack the codes of row groups [start, stop), 4 columns at a time; `sizes` are in words.
+    """Pack the codes of row groups [start, stop), 4 columns at a time; `sizes` are in bytes.
 
     The words of `out` are zero before.
     """
     block, floats, segment, scales = sizes
     per_word = 0 if bits in (3, 5, 6) else 8 // bits
-    lanes = np.empty((codes.shape[1], ROWS), np.int32)
+    lanes = allocate(64 * n_words)
     for group in range(start, stop):
-        _transpose(codes, group * ROWS, lanes)
-        words, v = out[group], np.int64(0)  # of a literal, all below would be compiled twice
+        _transpose(codes, n_words, group * ROWS, lanes)
+        v = lanes
         for b in range(n_blocks):
             for i in range(segments):
-                at = b * block + floats + i * segment + scales
+                to = out + group * group_bytes + b * block + floats + i * segment + scales
                 for _ in range(units):
                     if pairs is not None:
-                        _pack_pairs(lanes, v, words, at)
+                        _pack_pairs(v, to)
                     elif per_word:
-                        _pack_planes(lanes, v, words, at, bits, per_word)
+                        _pack_planes(v, to, bits, per_word)
                     else:
-                        _pack_fields(lanes, v, words, at, fields)
-                    v += vectors
-                    at += bits * ROWS
+                        _pack_fields(v, to, fields)
+                    v += 64 * vectors
+                    to += bits * 64
+    release(lanes)
 
 
 @jit.device_function
-def _pack_planes(lanes, v, words, at, bits, per_word):
+def _pack_planes(v, to, bits, per_word):
     """Pack as `_pack_fields`, for widths of 1, 2, 4 and 8 bits that fill words evenly."""
     for _ in range(bits):
         found = simd.splat_i32(np.int32(0))
         for i in range(per_word):
-            word = simd.load_i32(simd.address(lanes[v]))
+            word = simd.load_i32(v)
             found = simd.or_(found, simd.shl(word, simd.splat_i32(np.int32(bits * i))))
-            v += 1
-        simd.store_i32(simd.address(words) + 4 * at, found)
-        at += ROWS
+            v += 64
+        simd.store_i32(to, found)
+        to += 64
 
 
 @jit.device_function
-def _pack_fields(lanes, v, words, at, fields):
-    """Pack the 8 code vectors of a unit, 4 codes per uint32, by `FIELDS`."""
-    for i in range(len(fields)):
-        down, up = np.int32(fields[i, 1]), np.int32(fields[i, 4])
-        mask = np.int32(0x01010101) * np.int32((1 << fields[i, 2]) - 1)
-        vector = simd.load_i32(simd.address(lanes[v + fields[i, 0]]))
+def _pack_fields(v, to, fields):
+    """Pack the 8 code vectors of a unit, 4 codes per uint32, by `FIELDS`, which a row of 0 ends."""
+    while read_word(fields, 2) != 0:
+        down, up = np.int32(read_word(fields, 1)), np.int32(read_word(fields, 4))
+        mask = np.int32(0x01010101 * ((1 << read_word(fields, 2)) - 1))
+        vector = simd.load_i32(v + 64 * read_word(fields, 0))
         bits = simd.and_(simd.shr(vector, simd.splat_i32(down)), simd.splat_i32(mask))
-        to = simd.address(words) + 4 * (at + fields[i, 3] * ROWS)
-        packed = simd.or_(simd.load_i32(to), simd.shl(bits, simd.splat_i32(up)))
-        simd.store_i32(to, packed)
+        place = to + 64 * read_word(fields, 3)
+        packed = simd.or_(simd.load_i32(place), simd.shl(bits, simd.splat_i32(up)))
+        simd.store_i32(place, packed)
+        fields += 40
 
 
 @jit.device_function
-def _pack_pairs(lanes, v, words, at):
+def _pack_pairs(v, to):
     """Pack the 16 code vectors of a unit as pair codes."""
+    ones, eleven = simd.splat_i32(np.int32(0x01010101)), simd.splat_i32(np.int32(11))
+    last = simd.add(simd.load_i32(v + 64 * 14), simd.mul(simd.load_i32(v + 64 * 15), eleven))
     for w in range(7):
-        x = v + 2 * w
-        for lane in range(ROWS):
-            pair = lanes[x, lane] + 11 * lanes[x + 1, lane]
-            last = lanes[v + 14, lane] + 11 * lanes[v + 15, lane]
-            bit = (last >> w) & 0x01010101
-            words[at + lane] = pair | bit << 7
-        at += ROWS
+        pair = simd.add(
+            simd.load_i32(v + 128 * w), simd.mul(simd.load_i32(v + 128 * w + 64), eleven)
+        )
+        bit = simd.and_(simd.shr(last, simd.splat_i32(np.int32(w))), ones)
+        simd.store_i32(to + 64 * w, simd.or_(pair, simd.shl(bit, simd.splat_i32(np.int32(7)))))

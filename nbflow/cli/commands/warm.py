@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not prints:
         return 0
     seconds = time.perf_counter() - started
-    entries = [path.stat().st_size for path in cache_root().rglob("*.nbc")]
+    entries = [path.stat().st_size for path in cache_root().rglob("*.nb[ce]")]
     print(
         f"{counter.n} kernels compiled in this process; ready after {seconds:.1f} s; "
         f"{cache_root()} holds {len(entries)} entries, {sum(entries) / 2**20:.1f} MiB"

@@ -49,6 +49,7 @@ def test_kernels_outside_of_the_package_are_cached(tmp_path: Path) -> None:
     (tmp_path / "kernel.py").write_text(code.format(2))
     cache = tmp_path / "cache"
     assert _result(tmp_path, cache) == ("20", 1)
+    assert len(list(cache.rglob("*.nbe"))) == 1  # the entry point for Python
     assert _result(tmp_path, cache) == ("20", 1)
     (tmp_path / "kernel.py").write_text(code.format(3))
     assert _result(tmp_path, cache) == ("30", 2)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from functools import reduce
 
 import numba
 import numpy as np
 import pytest
-from numba.core import base, compiler, event, postproc, runtime, types, untyped_passes
+from numba.core import base, codegen, compiler, event, postproc, runtime, types, untyped_passes
 from numba.core.registry import cpu_target
 from numba.core.runtime import _nrt_python
 from numba.core.types.functions import Function
@@ -74,7 +75,9 @@ def _code(function: object, **options: object) -> str:
     return re.sub(r"%[\w.]*\d[\w.]*", lambda found: f"%{values.index(found[0])}", code)
 
 
-def test_code_is_that_of_numbas_passes():
+def test_code_is_that_of_numbas_passes(monkeypatch):
+    # kernels' libraries optimize in other steps
+    monkeypatch.setattr(jit.KernelCompiler, "library", codegen.JITCodeLibrary)
     shorter = _code(scaled_sum, pipeline_class=jit.KernelCompiler)
     assert "fadd" in shorter
     assert shorter == _code(scaled_sum, pipeline_class=compiler.Compiler)
@@ -103,6 +106,22 @@ def _in_python(a: np.ndarray) -> np.ndarray:
     out = np.full(2, np.nan)
     scaled_sum(a, 4, out)
     return out
+
+
+def test_an_entry_point_is_made_for_the_first_call_from_python():
+    compiled, kinds = jit.kernel(scaled_sum), (types.float64[::1], types.int64, types.float64[::1])
+    compiled.compile_code(kinds)
+    assert not compiled._entries
+    a, out = np.array([-4.0, 1.0, 3.0, 1.0]), np.full(2, np.nan)
+    before = sys.getrefcount(a)
+    for _ in range(3):
+        compiled(a, 4, out)
+    assert tuple(out) == (9.0, 1.0)
+    assert sys.getrefcount(a) == before
+    assert list(compiled._entries) == list(compiled.overloads) == [kinds]
+    assert compiled._entries[kinds] is compiled.compile(kinds)
+    with pytest.raises(TypeError, match="arg"):
+        compiled(a)
 
 
 def test_passes_are_left_out_by_what_a_function_contains():

@@ -167,6 +167,7 @@ def use_int8(f, i, b, out):  # type: ignore[no-untyped-def]
     simd.store_i32(out + 384, simd_int8.dot_u7_i8(acc, seven, s))
     simd.store_f32(out + 448, simd_int8.broadcast_f32(f + 4))
     simd_int8.store_narrow(out + 576, acc)
+    simd_int8.store_halves(out + 592, acc)
     simd_int8.store_bytes(out + 704, simd.or_(simd.add(u, s), simd.sub(u, s)))
 
 

@@ -44,10 +44,9 @@ def attention_tasks(
     tables: Any = (types.int64[::1], *4 * (types.int32[::1],), types.int64)
     calls = [_attention(kinds, dims, has_extras, int8_scores, n) for n in (1, at.TILE_VECTORS)]
     calls.append(_append(kinds, dims))
-    wanted = {(call.kernel, signature_of(call)): None for call in calls} | {
-        (schedule, tables): None
-    }
-    made = (missing_kernel(*each) for each in wanted)
+    wanted = {(call.kernel, signature_of(call)): False for call in calls}
+    wanted[schedule, tables] = True  # called from Python, too
+    made = (missing_kernel(*each, from_python) for each, from_python in wanted.items())
     return [task for task in made if task is not None]
 
 

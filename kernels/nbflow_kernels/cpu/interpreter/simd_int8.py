@@ -58,6 +58,11 @@ def store_narrow(addr: Any, v: Vector) -> None:
     write(addr, v.astype(np.uint8))
 
 
+def store_halves(addr: Any, v: Vector) -> None:
+    """Write the low 16 bits of 16 int32."""
+    write(addr, v.astype(np.uint16))
+
+
 # ---- parts of bytes -------------------------------------------------------------------------
 
 
