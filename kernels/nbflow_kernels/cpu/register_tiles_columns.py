@@ -61,7 +61,8 @@ def load_columns(typing_context, table, offset):
         value = ir.Constant(context.get_value_type(_COLUMNS), ir.Undefined)
         sign = llvm.repeated(i32x16.llvm, -0x7F7F7F80)
         rows = [llvm.load(builder, row, llvm.vector(I32, N)) for row in at]
-        pairs = [llvm.shuffle(builder, rows[j], rows[j + 4], range(LANES)) for j in (0, 1, 2, 3, 8, 9, 10, 11)]
+        first = (j + i for j in (0, 8) for i in range(4))
+        pairs = [llvm.shuffle(builder, rows[j], rows[j + 4], range(LANES)) for j in first]
         for half in (0, 4):
             # quarter q of vector i has one half of row 4 q + i
             lanes = [v + q + half + i for v in (0, LANES) for q in (0, 8) for i in range(4)]

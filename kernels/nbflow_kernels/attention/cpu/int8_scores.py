@@ -47,6 +47,7 @@ def _quantize_query(vector, n_bytes):
     record = vector
     for at in range(vector, vector + n_bytes, 128):  # a record ends before the next block
         scale, first, second = quantize_block(at, record)
+        # its upper half lies in the next record, which is written later
         write_i64(record + START, -128 * (np.int64(first) + np.int64(second)))
         write_f32(record + SCALE, scale)
         record += RECORD
