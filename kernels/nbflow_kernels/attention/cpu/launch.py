@@ -140,8 +140,9 @@ def has_int8_scores(plan: AttentionPlan, kind: int) -> bool:
 
 def _reads_blocks(plan: AttentionPlan, kinds: tuple[int, int]) -> bool:
     """Return whether keys and values are blocks of int8 that tiles read in place."""
-    fits = has_wide_registers() and plan.header[at.MAX_VECTORS] <= BLOCKS_UP_TO
-    return fits and {*kinds} <= _INT8_KINDS and not any(dim % 32 for dim in plan.heads[2:])
+    if not {*kinds} <= _INT8_KINDS or any(dim % 32 for dim in plan.heads[2:]):
+        return False
+    return bool(plan.header[at.MAX_VECTORS] <= BLOCKS_UP_TO) and has_wide_registers()
 
 
 def attend_variant(
