@@ -14,10 +14,13 @@ from nbflow.distributed import quantized_all_reduce
 from nbflow.engine import compile_ahead, multi_step
 from nbflow.executor import attention_plans, bind
 from nbflow_kernels.attention.cpu.flash_attention import flash_attention
+from nbflow_kernels.attention.cpu.precompile import attention_tasks
 from nbflow_kernels.attention.cpu.scheduler import schedule
 from nbflow_kernels.cpu import compile_processes, thread_pool
 from nbflow_kernels.cpu.jit import CachedKernel
+from nbflow_kernels.cpu.register_tiles import has_wide_registers
 from nbflow_kernels.kv_cache.cpu import _append_floats
+from nbflow_kernels.kv_cache.cpu_codec import KINDS
 from nbflow_kernels.logits.cpu import _token_log_probs
 from nbflow_kernels.sampling.cpu import _argmax
 
@@ -71,3 +74,13 @@ def test_the_kernels_are_those_that_a_model_calls(model, monkeypatch):
     model.generate([1, 2, 3], max_tokens=1)
     for kernel, signature in asked:
         assert tuple(map(types.unliteral, signature)) in kernel.overloads, kernel
+
+
+@pytest.mark.parametrize("int8_scores", [False, True])
+def test_prompts_over_int8_blocks_have_a_kernel_of_their_own(monkeypatch, int8_scores):
+    asked = []
+    monkeypatch.setattr(CachedKernel, "is_cached", lambda self, sig: asked.append(self))
+    for kind, n in (("f16", 1), ("q8_0", 2 if has_wide_registers() else 1)):
+        asked.clear()
+        attention_tasks((KINDS[kind], KINDS[kind]), (64, 64), int8_scores=int8_scores)
+        assert asked.count(flash_attention) == n

@@ -30,9 +30,11 @@ import numpy as np
 from published_rows import append, conditions
 
 import nbflow_kernels as nk
+from nbflow_kernels.attention.cpu import launch
 from nbflow_kernels.benchmarks.roofline import compute_peak, read_bandwidth
 from nbflow_kernels.cpu.parallel_for import get_num_threads, set_num_threads
 from nbflow_kernels.kv_cache.cases import page_table
+from nbflow_kernels.kv_cache.cpu_codec import KINDS
 
 H, G, D = 32, 8, 128
 
@@ -199,7 +201,9 @@ def quantized_pages(pages: np.ndarray, format: str) -> np.ndarray:
     return data.reshape(*pages.shape[:3], -1)
 
 
-def decode_seconds(heads: tuple[int, int, int], format: str, n: int, repeats: int) -> float:
+def decode_seconds(
+    heads: tuple[int, int, int], format: str, n: int, repeats: int, int8_scores: bool
+) -> float:
     """Return the fastest of `repeats` decode steps over `n` keys, one thread."""
     n_heads, n_kv_heads, dim = heads
     rng = np.random.default_rng(0)
@@ -210,11 +214,16 @@ def decode_seconds(heads: tuple[int, int, int], format: str, n: int, repeats: in
     options = {} if format == "f16" else {"kv_format": format}
     wrapper.plan(indptr, indices, last, *heads, 16, **options)
     q = rng.standard_normal((1, n_heads, dim)).astype(np.float32)
-    wrapper.run(q, cache)
+    out, kinds = np.empty_like(q), (KINDS[format], KINDS[format])
+
+    def run() -> None:
+        launch.attend(wrapper.current, q, *cache, out, None, kinds, int8_scores=int8_scores)
+
+    run()
     fastest = math.inf
     for _ in range(repeats):
         started = time.perf_counter()
-        wrapper.run(q, cache)
+        run()
         fastest = min(fastest, time.perf_counter() - started)
     return fastest
 
@@ -225,12 +234,16 @@ def decode(repeats: int, lengths: list[int]) -> Iterator[dict[str, Any]]:
     set_num_threads(1)
     peak = compute_peak("f32", 1)
     for heads in ((32, 4, 64), (32, 8, 128)):
-        for format in ("f16", "q8_0", "q4_0"):
-            short, long = (decode_seconds(heads, format, n, 20 * repeats) for n in lengths)
+        for format, int8 in (("f16", False), ("q8_0", False), ("q8_0", True), ("q4_0", False)):
+            short, long = (decode_seconds(heads, format, n, 20 * repeats, int8) for n in lengths)
             numbers = 2 * (lengths[1] - lengths[0]) * heads[1] * heads[2]
             each, bound = (long - short) / numbers, 2 * heads[0] / heads[1] / peak
+            if int8:  # an instruction multiplies 64 bytes, or 16 floats of the values
+                bound *= (1 + 1 / 4) / 2
+            scores = ", int8 scores" if int8 else ""
             yield {
-                "test": f"{heads[0]} heads on {heads[1]} of {heads[2]}, {format}", "kv": format,
+                "test": f"{heads[0]} heads on {heads[1]} of {heads[2]}, {format}{scores}",
+                "kv": format, "int8_scores": int8,
                 "heads": heads, "keys": lengths, "fastest_s": [short, long],
                 "ns_per_number": round(1e9 * each, 4), "bound_ns": round(1e9 * bound, 4),
                 "bound_share": round(bound / each, 3),

@@ -35,15 +35,6 @@ def has_byte_products() -> bool:
     return "avx512vnni" in isa.features()
 
 
-def _joined(builder, parts):
-    """Emit the concatenation of vectors."""
-    while len(parts) > 1:
-        n = 2 * parts[0].type.count
-        pairs = zip(parts[::2], parts[1::2], strict=True)
-        parts = [llvm.shuffle(builder, a, b, range(n)) for a, b in pairs]
-    return parts[0]
-
-
 def _transposed_quarters(builder, rows):
     """Transpose the 4 x 4 words in each quarter of four vectors."""
     quarters = range(0, LANES, 4)
@@ -69,16 +60,16 @@ def load_columns(typing_context, table, offset):
         ]
         value = ir.Constant(context.get_value_type(_COLUMNS), ir.Undefined)
         sign = llvm.repeated(i32x16.llvm, -0x7F7F7F80)
-        for half in range(2):
-            quarter = llvm.vector(I32, 4)
-            rows = [
-                llvm.load(builder, llvm.offset(builder, row, LANES * half), quarter) for row in at
-            ]
-            # row i of a group of four is in quarter i / 4 of vector i % 4
-            vectors = [_joined(builder, rows[i::4]) for i in range(4)]
+        rows = [llvm.load(builder, row, llvm.vector(I32, N)) for row in at]
+        first = (j + i for j in (0, 8) for i in range(4))
+        pairs = [llvm.shuffle(builder, rows[j], rows[j + 4], range(LANES)) for j in first]
+        for half in (0, 4):
+            # quarter q of vector i has one half of row 4 q + i
+            lanes = [v + q + half + i for v in (0, LANES) for q in (0, 8) for i in range(4)]
+            vectors = [llvm.shuffle(builder, pairs[i], pairs[i + 4], lanes) for i in range(4)]
             for i, vector in enumerate(_transposed_quarters(builder, vectors)):
                 bits = builder.bitcast(builder.xor(vector, sign), f32x16.llvm)
-                value = builder.insert_value(value, bits, 4 * half + i)
+                value = builder.insert_value(value, bits, half + i)
         return value
 
     return _COLUMNS(table, offset), codegen

@@ -47,6 +47,7 @@ def _quantize_query(vector, n_bytes):
     record = vector
     for at in range(vector, vector + n_bytes, 128):  # a record ends before the next block
         scale, first, second = quantize_block(at, record)
+        # its upper half lies in the next record, which is written later
         write_i64(record + START, -128 * (np.int64(first) + np.int64(second)))
         write_f32(record + SCALE, scale)
         record += RECORD
@@ -54,21 +55,31 @@ def _quantize_query(vector, n_bytes):
 
 @jit.device_function
 def qk_blocks(M, q, row_bytes, table, first, last, s, scratch, ahead, n_prefetch):
-    """Write the scores of keys [first, last), in blocks of 16, of all query vectors."""
-    n_blocks, begin = row_bytes >> 7, first // 16 * 16
+    """Write the scores of keys [first, last), in groups of 32, of all query vectors."""
+    n_blocks, begin = row_bytes >> 7, first // 32 * 32
     for j in range(begin, last):
         prefetch_row(ahead, j, n_prefetch)
         row = read_i64(table + 8 * j)
         for b in range(n_blocks):
             write_u16(scratch + 128 * b + 2 * j, read_u16(row + BLOCK_BYTES * b))
-    for j in range(begin, last, 16):
+    for j in range(begin, last, 32):
         for m in range(M):
             simd.store_f32(s + SCORE_BYTES * m + 4 * j, simd.splat(0.0))
+            simd.store_f32(s + SCORE_BYTES * m + 4 * j + 64, simd.splat(0.0))
         for b in range(n_blocks):
-            keys = register_tiles_columns.load_columns(table + 8 * j, BLOCK_BYTES * b + 2)
-            scales, x = simd.load_f16(scratch + 128 * b + 2 * j), q + RECORD * b
-            for place in range(s + 4 * j, s + 4 * j + SCORE_BYTES * M, SCORE_BYTES):
-                dots = simd.to_f32(register_tiles_columns.dot_columns(keys, x + START, x))
-                dots = simd.mul(dots, simd_int8.broadcast_f32(x + SCALE))
-                simd.store_f32(place, simd.fma(dots, scales, simd.load_f32(place)))
-                x += row_bytes
+            keys, offset = table + 8 * j, BLOCK_BYTES * b + 2
+            a = register_tiles_columns.load_columns(keys, offset)
+            c = register_tiles_columns.load_columns(keys + 128, offset)
+            scales = scratch + 128 * b + 2 * j
+            d, e = simd.load_f16(scales), simd.load_f16(scales + 32)
+            x, place = q + RECORD * b, s + 4 * j
+            for _ in range(M):  # both halves share the loads of a query's codes
+                v = simd.to_f32(register_tiles_columns.dot_columns(a, x + START, x))
+                w = simd.to_f32(register_tiles_columns.dot_columns(c, x + START, x))
+                v = simd.mul(v, simd_int8.broadcast_f32(x + SCALE))
+                w = simd.mul(w, simd_int8.broadcast_f32(x + SCALE))
+                v = simd.fma(v, d, simd.load_f32(place))
+                w = simd.fma(w, e, simd.load_f32(place + 64))
+                simd.store_f32(place, v)
+                simd.store_f32(place + 64, w)
+                x, place = x + row_bytes, place + SCORE_BYTES

@@ -43,6 +43,8 @@ _INT8_KINDS = {
 """Formats whose blocks register tiles read in place: a float16 scale and 32 int8."""
 # From this many query vectors on, float32 rows that cross cache lines are copied to aligned rows.
 PACK_FROM = 8
+# Up to this many, blocks of int8 are read in place: more share a chunk of decoded rows.
+BLOCKS_UP_TO = 8
 
 
 def attend(
@@ -137,12 +139,10 @@ def has_int8_scores(plan: AttentionPlan, kind: int) -> bool:
 
 
 def _reads_blocks(plan: AttentionPlan, kinds: tuple[int, int]) -> bool:
-    """Return whether keys and values are blocks of int8 that tiles read in place.
-
-    For more than eight query vectors they are decoded once for all.
-    """
-    fits = has_wide_registers() and plan.header[at.MAX_VECTORS] <= PACK_FROM
-    return fits and {*kinds} <= _INT8_KINDS and not any(dim % 32 for dim in plan.heads[2:])
+    """Return whether keys and values are blocks of int8 that tiles read in place."""
+    if not {*kinds} <= _INT8_KINDS or any(dim % 32 for dim in plan.heads[2:]):
+        return False
+    return bool(plan.header[at.MAX_VECTORS] <= BLOCKS_UP_TO) and has_wide_registers()
 
 
 def attend_variant(
