@@ -126,7 +126,8 @@ class LoadOptions(OffloadConfig):
         "f32", "compute type of matrix products: f32, bf16 or int8", metavar="A",
         more='"f32" multiplies float32 activations with dequantized weights.  "bf16" rounds both '
         'to bfloat16.  "int8" quantizes activations in blocks of 32 columns, as llama.cpp, '
-        "for weights in a block format.  Accumulation is float32 (int32 within a block).",
+        "for weights in a block format, and queries for keys in a q8_0 cache on processors with "
+        "AVX-512 VNNI.  Accumulation is float32 (int32 within a block).",
     )  # fmt: skip
     kv: str = option(
         "f16", "KV cache format: f16, q8_0, ...; or of keys and values apart: q8_0/q4_0",
@@ -178,6 +179,7 @@ class LoadOptions(OffloadConfig):
         "auto", "auto (cpu), cpu, cuda, or emulator (CUDA kernels on the CPU, checked; very slow)",
         more='One for all ranks, or one for each: "cpu,cuda" with partition "0;1".  Ranks on '
         '"cuda" take the devices of their host in turn; "cuda:1" names one.',
+        metavar="DEVICE",
     )  # fmt: skip
     graphs: bool = option(True, "run repeated shapes of steps as CUDA graphs on devices")
     trace: bool = option(

@@ -33,11 +33,15 @@ def install_command(extra: str) -> str:
 def unknown_name(
     kind: str, name: object, available: Iterable[str], param: str | None = None
 ) -> UsageError:
-    """Return the error for an unknown name, with close matches and all available names."""
+    """Return the error for an unknown name, with close matches and all available names.
+
+    Of more than a hundred names the close ones are enough.
+    """
     names = list(available)
     short = str(name)[:_SHOWN]
     close = difflib.get_close_matches(short, names, n=3)
     close = close or difflib.get_close_matches(short.lower(), names, n=3)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ";"
-    text = f"unknown {kind} {name!r:.{_SHOWN}}{hint} available: {', '.join(names)}"
+    listed = f"{len(names)} names" if close and len(names) > 100 else ", ".join(names)
+    text = f"unknown {kind} {name!r:.{_SHOWN}}{hint} available: {listed}"
     return UsageError(text, param)

@@ -21,6 +21,7 @@ from nbflow.planner import (
     Machine,
     RunConfig,
     Workload,
+    fitting_workload,
     known_machines,
     load_machine,
     machine_toml,
@@ -126,8 +127,9 @@ def run_joint(arguments: argparse.Namespace) -> int:
     if not batch.isdecimal():
         raise UsageError(f"--max-kld plans for one --batch, got {batch!r}")
     machine = planned_machine(arguments.machine, arguments.vram, arguments.ranks)
-    workload = Workload(int(batch), arguments.prompt, arguments.generate, arguments.context)
     model = planned_model(arguments.model).with_state_format(arguments.state)
+    lengths = arguments.prompt, arguments.generate, arguments.context
+    workload = fitting_workload(model.spec, int(batch), *lengths)
     config = RunConfig(
         activations=arguments.activations,
         kv_host=arguments.kv_host_percent / 100,

@@ -25,8 +25,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, optional: str = "") -> 
         "model", metavar="MODEL", nargs="?" if optional else None,
         help=f"{text} ({optional})" if optional else text,
     )  # fmt: skip
-    add_options(parser, LoadOptions)
-    _add_kv_sides(parser)
+    group = parser.add_argument_group("loading", "see docs/options.md")  # after the command's own
+    add_options(group, LoadOptions)
+    _add_kv_sides(group)
 
 
 def add_plugins_argument(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,7 @@ def add_kv_arguments(parser: argparse.ArgumentParser) -> None:
     _add_kv_sides(parser)
 
 
-def _add_kv_sides(parser: argparse.ArgumentParser) -> None:
+def _add_kv_sides(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     for side, name in enumerate(("keys", "values")):
         parser.add_argument(
             f"-ct{name[0]}", f"--cache-type-{name[0]}", metavar="FMT", dest="kv",

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from nbflow.distributed import world
 from nbflow.engine.load import measure
 from nbflow.options import MAX_SEQUENCES
-from nbflow.planner import RunConfig, Workload, known_machines, load_machine, planned_model, predict
+from nbflow.planner import (
+    RunConfig,
+    fitting_workload,
+    known_machines,
+    load_machine,
+    planned_model,
+    predict,
+)
 from nbflow.planner.memory_plan import MemoryPlan, plan_memory
 from nbflow.server.config import ModelOptions, ServerConfig
 from nbflow.utils.system import available_memory_bytes
 from nbflow.utils.tables import text_table
 from nbflow_kernels.plugins import load_plugins
-
-PROMPT, GENERATE = 512, 128
-"""Tokens of the predicted requests, where the context holds them."""
 
 
 def print_plans(config: ServerConfig) -> None:
@@ -73,9 +78,7 @@ def steps(options: ModelOptions, plan: MemoryPlan) -> list[str]:
     model = planned_model(options.path, options.weights, options.spec).quantized_by(
         options.quantizer
     )
-    context = min(options.max_context or model.spec.max_context, model.spec.max_context)
-    prompt = min(PROMPT, max(1, context // 2))
-    generate = max(1, min(GENERATE, context - prompt))
+    usual = fitting_workload(model.shortened(options.max_context).spec, 1)
     setting = RunConfig(
         kv=options.kv, activations=options.activations, all_reduce=options.all_reduce
     )
@@ -83,11 +86,11 @@ def steps(options: ModelOptions, plan: MemoryPlan) -> list[str]:
     for batch in sorted({1, 8, plan.max_sequences}):
         if batch > plan.max_sequences:
             continue
-        workload = Workload(batch, prompt, generate)
+        workload = dataclasses.replace(usual, batch=batch)
         made = predict(model, plan.partition, machine, workload, setting)
         speeds = f"{made.prefill_tokens_per_s:,.0f}", f"{made.decode_tokens_per_s:,.1f}"
         times = f"{made.prefill_s:.3f}", *speeds, f"{made.decode_s * 1e3:.2f}"
         rows.append((batch, *times, "yes" if made.fits else "no"))
     columns = ("requests", "first token s", "prefill/s", "decode/s", "ms/step", "fits")
-    head = f"on {machine.name}: prompts of {prompt} tokens, {generate} generated"
+    head = f"on {machine.name}: prompts of {usual.prompt} tokens, {usual.generate} generated"
     return [head, *text_table(columns, rows).splitlines()]

@@ -37,6 +37,8 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantizers import DAMPING
 
 _WEIGHTS = "model.safetensors"
+_OTHER_FILES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".npz", ".h5", ".onnx"})
+"""Suffixes of weight files that are not written; a folder would not be meant."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ def quantize_checkpoint(
     UsageError
         If a name is unknown, a rule matches no matrix, rows are not whole blocks, a value is not
         finite or too large (the message names the tensor), `importance` is for other matrices,
-        `out` exists, or the new file cannot express the model.
+        `out` exists or is named like another kind of weight file, or the new file cannot express
+        the model.
 
     Examples
     --------
@@ -139,6 +142,10 @@ def quantize_checkpoint(
     format_rules = FormatRules(to, rules)
     resolved = resolve(model, spec=spec)
     path = Path(out)
+    if path.suffix in _OTHER_FILES:
+        raise UsageError(
+            f"{path}: {path.suffix} is not written; use .gguf, .safetensors or a folder"
+        )
     if not format_rules.to:
         format_rules.formats.check_used(resolved.spec.tensor_shapes(), str(path))
     with open_weights(resolved.path) as file:

@@ -18,7 +18,7 @@ from nbflow.planner.machine import (
 )
 from nbflow.planner.planned_model import PlannedModel, planned_model, stored_model
 from nbflow.planner.predict import predict
-from nbflow.planner.prediction import Prediction, RankPrediction, Workload
+from nbflow.planner.prediction import Prediction, RankPrediction, Workload, fitting_workload
 from nbflow.planner.rates import CacheCurve, CacheRates, Rates
 from nbflow.planner.search import OBJECTIVES, best, candidates, compare, with_shares
 from nbflow.planner.stage_cost import RunConfig
@@ -40,6 +40,7 @@ __all__ = [
     "candidates",
     "choose_partition",
     "compare",
+    "fitting_workload",
     "known_machines",
     "load_machine",
     "machine_toml",

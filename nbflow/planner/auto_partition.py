@@ -8,15 +8,13 @@ from pathlib import Path
 from nbflow.distributed import Comm
 from nbflow.planner.machine import Machine, load_machine
 from nbflow.planner.planned_model import PlannedModel
-from nbflow.planner.prediction import Workload
+from nbflow.planner.prediction import fitting_workload
 from nbflow.planner.search import OBJECTIVES, best, candidates, compare
 from nbflow.planner.stage_cost import RunConfig
 from nbflow_kernels.errors import UsageError, unknown_name
 
 BATCH = {"latency": 1, "throughput": 32}
 """Batch size that represents each objective."""
-PROMPT, GENERATE = 512, 128
-"""Tokens of prompt and answer, if the context holds them."""
 PROBE_BYTES = 64 << 20
 """Bytes that a measurement of memory bandwidth reads."""
 
@@ -95,17 +93,7 @@ def _machine(
 
 
 def _chosen(model: PlannedModel, machine: Machine, aim: str, config: RunConfig | None) -> str:
-    workload = _workload(model, BATCH[aim])
+    workload = fitting_workload(model.spec, BATCH[aim])
     texts = list(candidates(len(machine.devices), replicas=aim == "throughput"))
     predictions, _ = compare(model, machine, workload, config, texts)
     return best(predictions, "latency" if aim == "latency" else "throughput").partition
-
-
-def _workload(model: PlannedModel, batch: int) -> Workload:
-    context, encoder = model.spec.max_context, model.spec.encoder
-    if not model.spec.causal:
-        return Workload(batch, min(PROMPT, context))
-    if encoder is not None:
-        return Workload(batch, min(PROMPT, encoder.max_context), min(GENERATE, context - 1))
-    prompt = min(PROMPT, max(1, context // 2))
-    return Workload(batch, prompt, max(1, min(GENERATE, context - prompt)))

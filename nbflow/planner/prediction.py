@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from nbflow.planner.machine import Device
 from nbflow.planner.stage_cost import RankWork, RunConfig, Stage
 from nbflow.program.cost import StepShape
+from nbflow.spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
 
@@ -36,6 +37,30 @@ class Workload:
     def kv_tokens(self) -> int:
         """Tokens that the KV cache holds for each sequence."""
         return self.prompt + self.generate if self.context is None else self.context
+
+
+def fitting_workload(
+    spec: ModelSpec,
+    batch: int,
+    prompt: int | None = None,
+    generate: int | None = None,
+    context: int | None = None,
+) -> Workload:
+    """Return a workload of 512 prompt and 128 generated tokens, or of fewer in a short context.
+
+    Given numbers stay as they are.
+    """
+    longest, usual = spec.max_context, Workload()
+    if spec.encoder is not None:
+        most = spec.encoder.max_context
+    elif not spec.causal:
+        most = longest
+    else:
+        most = max(1, longest // 2 if generate is None else longest - generate)
+    prompt = min(usual.prompt, most) if prompt is None else prompt
+    left = longest - (prompt if spec.encoder is None else 1)
+    generate = max(1, min(usual.generate, left)) if generate is None else generate
+    return Workload(batch, prompt, generate, context)
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,8 @@ def test_what_is_there_is_kept(source: Path, tmp_path: Path) -> None:
         nbflow.quantize_checkpoint(source, source, "q8_0", force=True)
     with pytest.raises(UsageError, match="does not exist"):
         nbflow.quantize_checkpoint(source, tmp_path / "no" / "x", "q8_0")
+    with pytest.raises(UsageError, match=r"\.bin is not written; use \.gguf"):
+        nbflow.quantize_checkpoint(source, tmp_path / "x.bin", "q8_0")
     assert sorted(os.listdir(tmp_path)) == ["folder", "x.safetensors"]
 
 

@@ -42,6 +42,9 @@ def test_files_and_names_on_the_page_exist() -> None:
     assert _program().count("\n@jit.kernel") >= 5
     for path in re.findall(r"`((?:tools|tests|notebooks)/[\w/.]+)`", text):
         assert (ROOT / path).exists(), path
+    ((path, line),) = re.findall(r"\(Pdb\) break ([\w/]+\.py):(\d+)", text)
+    lines = (ROOT / "kernels" / path).read_text().splitlines()
+    assert lines[int(line) - 1].strip() == "if halves:"  # the products of a vector are summed here
     package = ROOT / "kernels" / "nbflow_kernels"
     for path in re.findall(r"`((?:formats|matmul|quantized_matmul|norm|attention)/\w+\.py)`", text):
         assert (package / path).exists(), path

@@ -107,6 +107,13 @@ def test_refusals(a: str, b: str, message: str, folder: Path) -> None:
         compare(*(select(text.replace("{}", str(folder))) for text in (a, b)))
 
 
+def test_failed_points_are_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "points.csv").write_text((folder / "points.csv").read_text().replace("done", "oom"))
+    (tmp_path / "results.csv").write_text((folder / "results.csv").read_text())
+    with pytest.raises(UsageError, match=r"the points \(\d+\) all failed; see .*log\.txt"):
+        select(f"{tmp_path}:weights=q2")
+
+
 def test_sides_without_pairs(folder: Path, tmp_path: Path) -> None:
     for name in ("points.csv", "results.csv"):
         text = (folder / name).read_text().replace("tiny_python", "another")

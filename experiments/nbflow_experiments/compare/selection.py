@@ -57,16 +57,19 @@ def select(text: str) -> Side:
     folder, _, wanted = text.partition(":")
     path, fixed = Path(folder), parse_where(wanted)
     points = read_points(path)[1]
+    selected = [row for row in points if matches(row, fixed)]
     rows = [
         {name: row[name] for name in ("point", *SETTINGS)}
-        for row in points
-        if row["status"] == "done" and matches(row, fixed)
+        for row in selected
+        if row["status"] == "done"
     ]
+    if selected and not rows:
+        raise UsageError(
+            f"{text}: the points ({len(selected)}) all failed; see {path}/points/*/log.txt"
+        )
     if not rows:
         there = "; ".join(f"{name} is {_values(points, name)}" for name in fixed)
-        raise UsageError(
-            f"{text}: no point that succeeded is like that" + (f": {there}" * bool(there))
-        )
+        raise UsageError(f"{text}: no point has these settings; {there or 'the folder has none'}")
     return Side(text, path, fixed, rows, results_frame(path))
 
 

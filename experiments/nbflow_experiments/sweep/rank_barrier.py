@@ -45,10 +45,14 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """Request to stop this process, by Ctrl-C or SIGTERM."""
+    """Request to stop this process, by Ctrl-C or SIGTERM.
 
-    def __init__(self) -> None:
+    Launchers send signals to all ranks; only those with `announces` print what happens.
+    """
+
+    def __init__(self, *, announces: bool = True) -> None:
         self.asked = False
+        self._announces = announces
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[StopRequest]:
@@ -67,7 +71,9 @@ class StopRequest:
         if self.asked:
             os._exit(130)  # files are written atomically
         self.asked = True
-        print("stopping after the present step; once more to stop now", file=sys.stderr, flush=True)
+        if self._announces:
+            text = "stopping after the present step; once more to stop now"
+            print(text, file=sys.stderr, flush=True)
 
 
 def in_step(comm: Comm, stop: StopRequest, work: Callable[[], T]) -> T:

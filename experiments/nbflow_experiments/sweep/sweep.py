@@ -166,7 +166,7 @@ def run_group(path: Path) -> int:
     job: Job = comm.bcast_object(Job.read(path) if comm.rank == 0 else None)
     if comm.size != max(job.ranks, 1):
         raise UsageError(f"{job.ranks} ranks were to be started, there are {comm.size}; --launcher")
-    stop = StopRequest()
+    stop = StopRequest(announces=comm.rank == 0)
     if comm.rank == 0:
         obey_parent(stop)
     _load_plugins(job.plugins, comm)
@@ -190,7 +190,8 @@ def _run_here(
     """Run points on the ranks of this launch; return the reason of the end."""
     folder = ResultsFolder(plan.folder)
     locks = PointLocks(folder, plan.launch, plan.before) if comm.rank == 0 else None
-    runner = Runner(comm, folder, reporter, plan.launch, stop or StopRequest())
+    stop = stop or StopRequest(announces=comm.rank == 0)
+    runner = Runner(comm, folder, reporter, plan.launch, stop)
     return run_points(points, comm, runner, locks, policy, tried)
 
 

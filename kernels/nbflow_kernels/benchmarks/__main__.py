@@ -72,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     bandwidth = read_bandwidth()
     rows: list[Row] = []
     failed = 0
-    for case in cases:
+    for n, case in enumerate(cases, 1):
+        print(f"[{n}/{len(cases)}] {case.op} {case.name}", file=sys.stderr, flush=True)
         try:
             rows.append(measure(case, arguments.repeats, bandwidth))
         except checks.CheckError as error:

@@ -100,7 +100,9 @@ def _peer(arguments: argparse.Namespace, model: nbflow.LLM, tests: list[Test]) -
     if path.suffix != ".gguf" or arguments.weights is not None or len(model.workers) != 1:
         raise UsageError(
             "--peer llama.cpp needs a .gguf file as the model, its weights as stored (without "
-            f"--weights) and one rank, got {arguments.model} --weights {arguments.weights}"
+            f"--weights) and one rank, got {arguments.model}"
+            + f" --weights {arguments.weights}" * (arguments.weights is not None)
+            + f" and {len(model.workers)} ranks" * (len(model.workers) != 1)
         )
     from nbflow.benchmark.llama_cpp import LlamaCpp
 

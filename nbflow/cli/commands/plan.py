@@ -38,6 +38,7 @@ from nbflow.planner import (
     Workload,
     best,
     compare,
+    fitting_workload,
     known_machines,
     machine_toml,
     planned_model,
@@ -86,8 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_options(parser, LoadOptions, ["all_reduce", "kv_host_percent", "embeddings_on_host"])
     parser.add_argument("--batch", help=f"batch sizes ({BATCHES}); with --max-kld one (1)")
-    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens (512)")
-    parser.add_argument("--generate", type=int, default=128, help="generated tokens (128)")
+    shorter = "or fewer in a short context"
+    parser.add_argument("--prompt", type=int, metavar="N", help=f"prompt tokens (512, {shorter})")
+    parser.add_argument(
+        "--generate", type=int, metavar="N", help=f"generated tokens (128, {shorter})"
+    )
     parser.add_argument("--context", type=int, metavar="N", help="KV cache tokens of each sequence")
     parser.add_argument(
         "--measure", action="store_true", help="measure this machine and describe it"
@@ -121,7 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
         partitions = _shared(arguments, machine)
     plans = []
     for batch in numbers(arguments.batch or BATCHES, "--batch"):
-        workload = Workload(batch, arguments.prompt, arguments.generate, arguments.context)
+        lengths = arguments.prompt, arguments.generate, arguments.context
+        workload = fitting_workload(model.spec, batch, *lengths)
         plans.append((workload, *compare(model, machine, workload, setting, partitions or None)))
     if arguments.partition and not any(predictions for _, predictions, _ in plans):
         raise UsageError("; ".join(plans[0][2].values()))
@@ -188,14 +193,21 @@ def row(prediction: Prediction) -> dict[str, Any]:
 
 def _print(model: PlannedModel, machine: Machine, plans: Plans, detailed: bool) -> None:
     stored = model.weights or "as stored"
-    print(f"{model.spec.name}: {model.spec.n_parameters / 1e9:.1f}e9 parameters, weights {stored}")
-    print(f"{machine.name}: {len(machine.devices)} ranks, {machine.description}")
+    n, n_ranks = model.spec.n_parameters, len(machine.devices)
+    size = f"{n / 1e9:.1f}e9" if n >= 1e9 else f"{n / 1e6:.1f}e6"
+    print(f"{model.spec.name}: {size} parameters, weights {stored}")
+    print(f"{machine.name}: {n_ranks} rank{'s' * (n_ranks > 1)}, {machine.description}")
     for workload, predictions, _ in plans:
         print(
             f"\nbatch {workload.batch}: prompts of {workload.prompt} tokens, {workload.generate} "
             f"generated, cache for {workload.kv_tokens}"
         )
         _print_table(predictions)
+    if not any(p.fits for _, predictions, _ in plans for p in predictions):
+        print(
+            "\nno partition fits: plan for more ranks (--ranks, --vram), a smaller format "
+            "(--weights), or less (--batch, --prompt, --generate, --context)"
+        )
     for partition, reason in plans[0][2].items():
         print(f"\nnot possible: {partition}: {reason}")
     if detailed and plans[-1][1]:
@@ -206,14 +218,14 @@ def _print_table(predictions: list[Prediction]) -> None:
     """Print a line for each partition; mark the best for each objective."""
     marks = _marks(predictions)
     columns = (
-        "partition", "kind", "GB/rank", "free", "prefill/s", "decode/s", "ms/token", "groups",
+        "partition", "kind", "GB/rank", "free GB", "prefill/s", "decode/s", "ms/token", "groups",
         "idle", "",
     )  # fmt: skip
     rows = []
     for p in predictions:
         held = max(r.weight_bytes + r.kv_bytes + r.workspace_bytes for r in p.ranks) / 1e9
         free = min(r.free_bytes for r in p.ranks) / 1e9
-        sizes = f"{held:.1f}", f"{free:.1f}"
+        sizes = f"{held:.{1 if held >= 1 else 3}f}", f"{free:.1f}"
         speeds = f"{p.prefill_tokens_per_s:,.0f}", f"{p.decode_tokens_per_s:,.1f}"
         steps = f"{p.decode_s * 1e3:.2f}", p.micro_batches, f"{p.bubble:.0%}"
         rows.append((p.partition, p.kind, *sizes, *speeds, *steps, marks[p.partition]))
