@@ -1,9 +1,10 @@
-"""Factors of columns stored with quantized matrices: ModelOpt's and torchao's AWQ and SmoothQuant.
+"""Factors of columns stored with quantized matrices: AWQ and SmoothQuant of several libraries.
 
 The columns of a matrix X.weight (N, K) were divided by them before it was quantized, so that the
 activations are multiplied by them: X.pre_quant_scale (K) of ModelOpt, X._weight_act_pre_scale of
-torchao.  A block format keeps them (`QuantTensor.column_scales`); a matrix that is read as float32
-is multiplied by them.
+torchao.  AutoAWQ stores their reciprocals, by which an activation function (`ScaledActivation`)
+divides its results (`DIVISORS`).  A block format keeps them (`QuantTensor.column_scales`); a matrix
+that is read as float32 is multiplied by them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ from nbflow_kernels.formats import FORMATS, QuantFormat, QuantTensor
 
 ENDINGS = (".pre_quant_scale", "._weight_act_pre_scale")
 """Names of the factors, after that of the module."""
+DIVISORS = {
+    ".mlp.act.scales": (".mlp.c_proj", ".mlp.dense_4h_to_h", ".mlp.fc_out"),
+    ".mlp.gelu_impl.scales": (".mlp.dense_4h_to_h",),
+    ".ffn.act.scales": (".ffn.down_proj",),
+}
+"""Endings of divisors of activations, and of the modules that read these, one in each model."""
 _FLOATS = ("f32", "bf16", "f16")
 
 
@@ -110,16 +117,17 @@ def with_column_scales(
     values: Sequence[TensorEntry], rest: Sequence[TensorEntry]
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
     """Join matrices with the factors of their columns; return tensors with values, and others."""
-    factors = {entry.name: entry for entry in values if entry.name.endswith(ENDINGS)}
+    endings = (*ENDINGS, *DIVISORS)
+    factors = {entry.name: entry for entry in values if entry.name.endswith(endings)}
     if not factors:
         return list(values), list(rest)
     found = []
     left = dict(factors)
     for entry in values:
         module = entry.name.removesuffix(".weight")
-        names = [module + ending for ending in ENDINGS if module + ending in factors]
+        names = [name for name in _names_of(module) if name in factors]
         if names and module != entry.name:
-            entry = _joined(entry, left.pop(names[0]))
+            entry = _joined(entry, left.pop(names[0]), divides=names[0].endswith(tuple(DIVISORS)))
         if entry.name not in factors:
             found.append(entry)
     for entry in left.values():
@@ -130,8 +138,19 @@ def with_column_scales(
     return found, [*rest, *factors.values()]
 
 
-def _joined(entry: TensorEntry, factors: TensorEntry) -> TensorEntry:
-    """Return a matrix with the factors of its columns."""
+def _names_of(module: str) -> list[str]:
+    """Return the names that the factors of a module's columns may have."""
+    own = [module + ending for ending in ENDINGS]
+    return own + [
+        module.removesuffix(reader) + ending
+        for ending, readers in DIVISORS.items()
+        for reader in readers
+        if module.endswith(reader)
+    ]
+
+
+def _joined(entry: TensorEntry, factors: TensorEntry, divides: bool) -> TensorEntry:
+    """Return a matrix with the factors of its columns, or their reciprocals if they divide."""
     where = f"{factors.file.path}: tensor {shown(factors.name)}"
     if entry.scaled is None or isinstance(entry.scaled, ReorderedParts) or len(entry.shape) != 2:
         raise UsageError(f"{where} must be of a quantized matrix with columns in order")
@@ -147,12 +166,14 @@ def _joined(entry: TensorEntry, factors: TensorEntry) -> TensorEntry:
     factors.file.read_into(read.view(np.uint8).data, factors.offset)
     read = read.astype(read.dtype.newbyteorder("="))
     wide = widen(read, factors.dtype) if factors.dtype == "bf16" else read.astype(np.float32)
-    wrong = np.flatnonzero(~np.isfinite(wide) | (wide == 0))
+    with np.errstate(divide="ignore", over="ignore"):
+        found = 1 / wide if divides else wide
+    wrong = np.flatnonzero(~np.isfinite(wide) | ~np.isfinite(found) | (wide == 0))
     if len(wrong):
         raise UsageError(
             f"{where} must be finite and not zero, got {wide[wrong[0]]} for column {wrong[0]}; the "
             "file is damaged: download or quantize it again"
         )
-    of_columns = ColumnScales(wide.tobytes(), entry.dtype)
+    of_columns = ColumnScales(found.tobytes(), entry.dtype)
     kind = ScaledColumns if entry.dtype in ITEM_BYTES else ScaledColumnsOfBlocks
     return replace(entry, scaled=kind(entry.scaled, factors, of_columns))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from nbflow.engine.interfaces import ModelRunner, StepRunner
 from nbflow.engine.request_validation import check_encoder_ids, check_ids
+from nbflow.engine.worker_step import worker_step
 from nbflow.kv_cache.state_table import STATE_CHUNK
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
@@ -242,7 +243,8 @@ class PromptEvaluator:
             at_end = (stop == len(tokens[b]) for b, _, stop in chunk)
             wanted = [end - 1 for end, done in zip(ends, at_end, strict=True) if done]
         n_logits = len(wanted) if "logits" in names else 0
-        rank.run_step([numbers[b] for b, _, _ in chunk], ids, wanted, some_types, n_logits)
+        sequences = [numbers[b] for b, _, _ in chunk]
+        rank.run_step(worker_step(rank, sequences, ids, wanted, some_types, n_logits))
         found = []
         for name in names:
             rows = np.empty((len(wanted), self._width(name)), np.float32)

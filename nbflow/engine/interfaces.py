@@ -50,23 +50,7 @@ class StepRunner(Protocol):
     @property
     def cross_attention(self) -> EncoderCache | None: ...
 
-    def run_step(
-        self,
-        sequences: Sequence[int],
-        tokens: Sequence[Sequence[int]],
-        logit_rows: Sequence[int],
-        types: Sequence[int] | None = None,
-        n_logits: int | None = None,
-    ) -> None: ...
-
-    def make_step(
-        self,
-        sequences: Sequence[int],
-        tokens: Sequence[Sequence[int]],
-        logit_rows: Sequence[int],
-        types: Sequence[int] | None = None,
-        n_logits: int | None = None,
-    ) -> Step: ...
+    def run_step(self, step: Step) -> None: ...
 
     def prepare(self) -> None: ...
 

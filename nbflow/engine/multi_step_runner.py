@@ -12,6 +12,7 @@ from nbflow.engine.multi_step import MAX_STEPS, MultiStepDecode
 from nbflow.engine.outputs import RequestDelta
 from nbflow.engine.request import Request
 from nbflow.engine.scheduler import ScheduledRequest
+from nbflow.engine.worker_step import worker_step
 from nbflow.executor import CpuExecutor
 from nbflow.sampling.strategy import no_distribution
 
@@ -58,7 +59,8 @@ class MultiStepRunner:
         worker, n = self._worker, len(requests)
         assert isinstance(worker.executor, CpuExecutor)
         executor = worker.executor
-        step = worker.make_step([r.id for r in requests], [r.pending for r in requests], range(n))
+        sequences, tokens = [r.id for r in requests], [r.pending for r in requests]
+        step = worker_step(worker, sequences, tokens, range(n))
         worker.prepare()
         started = time.perf_counter()
         executor.run_repeated(

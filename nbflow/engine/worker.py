@@ -31,7 +31,8 @@ from nbflow.engine.request import FinishReason, Proposals, Request
 from nbflow.engine.scheduler import ScheduledRequest, Scheduler
 from nbflow.engine.search.runtime import fork_sequences
 from nbflow.engine.token_times import TokenTimes
-from nbflow.executor import HOST, Device, Step, WeightLoader, make_executor, make_step
+from nbflow.engine.worker_step import worker_step
+from nbflow.executor import HOST, Device, Step, WeightLoader, make_executor
 from nbflow.executor.device_memory import DeviceMemory
 from nbflow.kv_cache import BlockTable, StateStorage, StateTable, make_storage
 from nbflow.options import OffloadConfig
@@ -153,21 +154,9 @@ class Worker(TokenTimes):
         self.executor.device.activate()  # of this thread
         return status.step() if self.comm.size > 1 else contextlib.nullcontext()
 
-    def run_step(
-        self,
-        sequences: Sequence[int],
-        tokens: Sequence[Sequence[int]],
-        logit_rows: Sequence[int],
-        types: Sequence[int] | None = None,
-        n_logits: int | None = None,
-    ) -> None:
-        """Run a forward pass over new tokens of sequences; results are in the executor's buffers.
-
-        Hidden states are computed for `logit_rows`, logits for the first `n_logits` of them (all by
-        default).
-        """
+    def run_step(self, step: Step) -> None:
+        """Run a forward pass; results are in the executor's buffers."""
         self.executor.device.activate()
-        step = self.make_step(sequences, tokens, logit_rows, types, n_logits)
         try:
             self.prepare()
             self.executor.run(step)
@@ -177,21 +166,6 @@ class Worker(TokenTimes):
             raise RankError(f"rank {self.mine.rank}: {error}") from error
         if self.comm.size > 1:
             self._predicted_bytes += sum(self._bytes_sent(*n) for n in self.executor.sizes(step))
-
-    def make_step(
-        self,
-        sequences: Sequence[int],
-        tokens: Sequence[Sequence[int]],
-        logit_rows: Sequence[int],
-        types: Sequence[int] | None = None,
-        n_logits: int | None = None,
-    ) -> Step:
-        """Return the inputs of a forward pass; see `run_step`."""
-        memory = None if self.cross_attention is None else self.cross_attention.table
-        return make_step(
-            self.table, sequences, tokens, logit_rows, types, memory,
-            short_context=self.spec.short_context, n_logits=n_logits,
-        )  # fmt: skip
 
     # ---- generation ---------------------------------------------------------------------------
 
@@ -352,10 +326,8 @@ class Worker(TokenTimes):
         types = None
         if any(entry.request.pooling and entry.request.pooling.token_types for entry in scheduled):
             types = [token_type for entry in scheduled for token_type in entry.token_types]
-        self.run_step(
-            [sequence for sequence, _ in parts], [ids for _, ids in parts], rows,
-            types, n_logits,
-        )  # fmt: skip
+        numbers, tokens = [sequence for sequence, _ in parts], [ids for _, ids in parts]
+        self.run_step(worker_step(self, numbers, tokens, rows, types, n_logits))
         output = StepOutput.empty(scheduled, self.spec.vocab_size, self.spec.hidden_size)
         if self.comm.rank == self._head:
             states = functools.partial(self.executor.buffer, "y", len(rows))

@@ -16,6 +16,7 @@ import pytest
 from test_engine import ENCODERS, FOLDER, FORMATS, TOLERANCE, error
 
 import nbflow
+from nbflow.engine.worker_step import worker_step
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [[3, 9, 4], [7, 1, 8, 2, 6], [5], list(range(3, 24))]
@@ -67,9 +68,9 @@ def test_graphs_change_no_bit() -> None:
         with on_device("llama31", graphs=graphs) as model:
             (engine,) = model.workers
             engine.table.add(7)
-            engine.run_step([7], prompt, [2])
+            engine.run_step(worker_step(engine, [7], prompt, [2]))
             for token in range(5):
-                engine.run_step([7], [[token]], [0])
+                engine.run_step(worker_step(engine, [7], [[token]], [0]))
                 logits.append(np.array(engine.executor.buffer("logits", 1)))
             assert bool(by_graph(model)) == graphs
     for one, other in zip(logits[:5], logits[5:], strict=True):

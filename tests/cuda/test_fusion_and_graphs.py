@@ -13,6 +13,7 @@ import pytest
 from small_models import write_llama
 
 import nbflow
+from nbflow.engine.worker_step import worker_step
 from nbflow.executor.bind import PythonOp
 from nbflow.executor.cuda_fusion import ExpertFusion, find_fusions
 from nbflow.program import build, fuse
@@ -43,12 +44,13 @@ class Sequences:
         for number in self.numbers:
             self.engine.table.add(number)
         ends = np.cumsum([len(p) for p in prompts]) - 1
-        self.engine.run_step(self.numbers, prompts, list(ends))
+        self.engine.run_step(worker_step(self.engine, self.numbers, prompts, list(ends)))
 
     def step(self, tokens: list[int]) -> np.ndarray:
         """Give the first sequences one more token each; return their logits."""
         n = len(tokens)
-        self.engine.run_step(self.numbers[:n], [[t] for t in tokens], range(n))
+        new = [[token] for token in tokens]
+        self.engine.run_step(worker_step(self.engine, self.numbers[:n], new, range(n)))
         return np.array(self.executor.buffer("logits", n))
 
     def launches(self, tokens: list[int]) -> int:
@@ -177,7 +179,7 @@ def test_steps_of_several_tokens_for_each_sequence_run_in_graphs(cupy: Any) -> N
     with sequences("llama31", [text[:1] for text in texts]) as run:
         for i in range(3):
             new = [texts[0][1 + 3 * i : 4 + 3 * i], texts[1][1 + 2 * i : 3 + 2 * i]]
-            run.engine.run_step(run.numbers, new, range(5))
+            run.engine.run_step(worker_step(run.engine, run.numbers, new, range(5)))
             found = run.executor.buffer("logits", 5)
             rows = [*wanted[0][1 + 3 * i : 4 + 3 * i], *wanted[1][1 + 2 * i : 3 + 2 * i]]
             assert found.tobytes() == np.array(rows).tobytes()
@@ -195,7 +197,7 @@ def steps(model: nbflow.LLM, batches: list[list[list[int]]]) -> list[np.ndarray]
         for number in numbers:
             engine.table.add(number)
         ends = np.cumsum([len(ids) for ids in batch]) - 1
-        engine.run_step(list(numbers), batch, list(ends))
+        engine.run_step(worker_step(engine, list(numbers), batch, list(ends)))
         found.append(np.array(engine.executor.buffer("logits", len(batch))))
     return found
 
@@ -335,7 +337,7 @@ def test_hidden_states_without_logits(name: str) -> None:
             (engine,) = model.workers
             for number in (0, 1):
                 engine.table.add(number)
-            engine.run_step([0, 1], prompts, rows, None, n_logits)
+            engine.run_step(worker_step(engine, [0, 1], prompts, rows, None, n_logits))
             states = np.array(engine.executor.buffer("y", 3))
             found.append((states, np.array(engine.executor.buffer("logits", n_logits))))
     for states, logits in found[1:]:

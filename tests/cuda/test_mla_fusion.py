@@ -11,6 +11,7 @@ from small_models import write_checkpoint
 
 import nbflow
 import nbflow_kernels as nk
+from nbflow.engine.worker_step import worker_step
 from nbflow_kernels.quantized_matmul import cuda as products
 from nbflow_ptx.cupy_stand_in.state import State
 
@@ -52,7 +53,7 @@ def test_kernels_of_a_step_and_its_bits(
         engine.table.add(0)
         for token, row in zip(IDS[:3], whole, strict=False):
             before = State.n_launches
-            engine.run_step([0], [[token]], [0])
+            engine.run_step(worker_step(engine, [0], [[token]], [0]))
             n_launches = State.n_launches - before
             assert engine.executor.buffer("logits", 1)[0].tobytes() == row.tobytes()
         assert engine.executor.steps_by_graph == 2

@@ -225,9 +225,9 @@ def test_a_draft_model_helps_all_requests_of_an_engine_at_once():
     ):
         plain = model.generate_batch(prompts, 30, seed=3, decoding="top_p", ignore_eos=True)
         asked, run = [], draft.workers[0].run_step
-        draft.workers[0].run_step = lambda sequences, *rest: (
-            asked.append(len(sequences)),
-            run(sequences, *rest),
+        draft.workers[0].run_step = lambda step: (
+            asked.append(len(step.state_rows)),
+            run(step),
         )
         with nbflow.LLMEngine(model) as engine:
             handles = [
