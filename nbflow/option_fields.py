@@ -177,20 +177,20 @@ class OptionField:
         """
         name, here = name or self.name, self.option
         if self.choices and isinstance(value, str) and value not in self.choices:
-            raise unknown_name(name, value, self.choices)
+            raise unknown_name(name, value, self.choices, self.name)
         if here.size and isinstance(value, str):
             value = size_bytes(value, name)
         hint = self.outside_hint if outside or http else self.hint
         if not accepts(hint, value):
             wanted = describe(self.outside_hint)
-            raise UsageError(f"{name} must be {wanted}, got {value!r:.60}")
+            raise UsageError(f"{name} must be {wanted}, got {value!r:.60}", self.name)
         high = here.high if not http or here.http_high is None else here.http_high
         if isinstance(value, numbers.Real):
             number: Any = value
             low_ok = here.low is None or (here.low < number if here.above else here.low <= number)
             if not (low_ok and (high is None or number <= high)):
                 bounds = describe_bounds(here.low, high, here.above)
-                raise UsageError(f"{name} must be {bounds}, got {value!s:.60}")
+                raise UsageError(f"{name} must be {bounds}, got {value!s:.60}", self.name)
         return value
 
 

@@ -126,7 +126,8 @@ class LoadOptions(OffloadConfig):
         "f32", "compute type of matrix products: f32, bf16 or int8", metavar="A",
         more='"f32" multiplies float32 activations with dequantized weights.  "bf16" rounds both '
         'to bfloat16.  "int8" quantizes activations in blocks of 32 columns, as llama.cpp, '
-        "for weights in a block format.  Accumulation is float32 (int32 within a block).",
+        "for weights in a block format, and queries for keys in a q8_0 cache on processors with "
+        "AVX-512 VNNI.  Accumulation is float32 (int32 within a block).",
     )  # fmt: skip
     kv: str = option(
         "f16", "KV cache format: f16, q8_0, ...; or of keys and values apart: q8_0/q4_0",
@@ -492,15 +493,18 @@ class SamplingParams(OptionSet):
             if not 0 < len(text.encode(errors="surrogatepass")) <= MAX_STOP_BYTES:
                 raise UsageError(
                     f"stop must hold texts of 1..{MAX_STOP_BYTES} bytes, none empty, got "
-                    f"{text!r:.40}"
+                    f"{text!r:.40}",
+                    "stop",
                 )
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
             raise UsageError(
-                "allowed_token_ids must hold at least one token id; leave it out to allow all"
+                "allowed_token_ids must hold at least one token id; leave it out to allow all",
+                "allowed_token_ids",
             )
         given = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(given) > 1:
-            raise UsageError(f"give one of {', '.join(STRUCTURES)}; got {' and '.join(given)}")
+            message = f"give one of {', '.join(STRUCTURES)}; got {' and '.join(given)}"
+            raise UsageError(message, given[1])
 
     @property
     def stop_texts(self) -> tuple[str, ...]:

@@ -12,8 +12,13 @@ class UsageError(ValueError):
     """A wrong argument, file or configuration.
 
     The message names the parameter, the expected and the found value and the remedy.  The command
-    line prints it without a traceback and exits with code 2.
+    line prints it without a traceback and exits with code 2.  `param` is the name of the
+    parameter alone, where callers report it separately.
     """
+
+    def __init__(self, message: str = "", param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class MissingExtraError(ImportError):
@@ -25,7 +30,9 @@ def install_command(extra: str) -> str:
     return f"pip install -e '.[{extra}]' (in nbflow's checkout)"
 
 
-def unknown_name(kind: str, name: object, available: Iterable[str]) -> UsageError:
+def unknown_name(
+    kind: str, name: object, available: Iterable[str], param: str | None = None
+) -> UsageError:
     """Return the error for an unknown name, with close matches and all available names.
 
     Of more than a hundred names the close ones are enough.
@@ -36,4 +43,5 @@ def unknown_name(kind: str, name: object, available: Iterable[str]) -> UsageErro
     close = close or difflib.get_close_matches(short.lower(), names, n=3)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ";"
     listed = f"{len(names)} names" if close and len(names) > 100 else ", ".join(names)
-    return UsageError(f"unknown {kind} {name!r:.{_SHOWN}}{hint} available: {listed}")
+    text = f"unknown {kind} {name!r:.{_SHOWN}}{hint} available: {listed}"
+    return UsageError(text, param)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +134,8 @@ class Emulator:
         """Return the bound kernel; the first call links and binds it."""
         full_name = find_entry(self.module, name).name
         if full_name not in self.programs:
-            self.programs[full_name] = bind(link(self.module, full_name))
+            with _collector_paused():
+                self.programs[full_name] = bind(link(self.module, full_name))
         return self.programs[full_name]
 
     def launch(
@@ -241,6 +244,22 @@ class Emulator:
         if cells is not None:
             device.histories[granule, warps > 32] = cells
         return result
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep the garbage collector from scanning a program's functions while they are made.
+
+    There are several per instruction, and all of them stay: scanning them again and again was
+    two thirds of the time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _history(device: Device, granule: int, warps: int) -> Cells:

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from nbflow.checkpoint.shards import refuse_embedded_adapter
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 ENDPOINT = "https://huggingface.co"
@@ -77,9 +78,11 @@ def _default_weights(repo: str, by_name: dict[str, HubFile]) -> list[str]:
     """Return the weights of the repository, else its only GGUF file."""
     for stem, suffix in _WEIGHTS:
         whole = f"{stem}{suffix}"
+        parts = [n for n in by_name if n.endswith(suffix) and re.sub(_SHARD, "", n) == whole]
+        if parts:
+            refuse_embedded_adapter(repo, by_name, f"name its weights: --file '{stem}*{suffix}'")
         if whole in by_name:
             return [whole]
-        parts = [n for n in by_name if n.endswith(suffix) and re.sub(_SHARD, "", n) == whole]
         if parts:
             _check_one(repo, parts, "the weights are", sorted(by_name))
             return parts

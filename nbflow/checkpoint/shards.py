@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from nbflow.checkpoint.grouped_config import read_config
@@ -17,6 +17,9 @@ INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 NAMES = (INDEXES[0], "model.safetensors", INDEXES[1], "pytorch_model.bin")
 """Weights of a Hugging Face folder, in order of preference."""
 
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+"""Weights of an adapter, as PEFT names them."""
+
 _CODES = {*FLOAT8, "i8"}
 _CODE_NAMES = (
     "_blocks", ".qweight", ".weight_packed", "__nf4", "__fp4", ".weight_scale", ".W_q", "_qdata",
@@ -30,6 +33,8 @@ def find_in_folder(folder: Path) -> Path:
     """Return the index or the only file of a Hugging Face folder."""
     for name in NAMES:
         if (folder / name).is_file():
+            names = [path.name for path in folder.iterdir()]
+            refuse_embedded_adapter(str(folder), names, f"give the path {folder / name}")
             return folder / name
     refuse_adapter(folder)
     weights = sorted(p.name for p in folder.glob("*") if p.suffix in SUFFIXES)
@@ -45,6 +50,23 @@ def refuse_adapter(folder: Path) -> None:
         raise UsageError(
             f"{folder}: holds an adapter (adapter_config.json), not a model; merge it into its "
             "base model and save that: peft's model.merge_and_unload().save_pretrained(FOLDER)"
+        )
+
+
+def refuse_embedded_adapter(where: str, names: Iterable[str], choice: str) -> None:
+    """Raise for a model whose folder also holds the weights of an adapter.
+
+    transformers applies such an adapter, vLLM runs the base model: neither is chosen silently.  An
+    adapter_config.json without weights, as merging leaves it behind, changes nothing.  `choice`
+    tells users how to state that the base model is meant.
+    """
+    held = set(names)
+    adapter = next((name for name in ADAPTER_WEIGHTS if name in held), None)
+    if adapter and "adapter_config.json" in held:
+        raise UsageError(
+            f"{where}: holds a model and an adapter of it ({adapter}), which would not be applied; "
+            f"to use the model without the adapter, {choice}; to use both, merge them: peft's "
+            "model.merge_and_unload().save_pretrained(FOLDER)"
         )
 
 

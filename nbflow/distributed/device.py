@@ -13,6 +13,7 @@ import numpy as np
 
 from nbflow.options import OffloadConfig
 from nbflow_kernels import QuantTensor
+from nbflow_kernels.cpu import huge_pages
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command, unknown_name
 
@@ -93,6 +94,8 @@ class Device:
     def zeros(self, shape: Any, dtype: Any) -> Any:
         """Return a new array of zeros."""
         try:
+            if self.on_host:
+                return huge_pages.zeros_array(shape, dtype)
             return self._mapped(shape, dtype) if self.is_mapped else self.xp.zeros(shape, dtype)
         except MemoryError as error:
             raise self.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, error) from error

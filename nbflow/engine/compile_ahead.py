@@ -18,15 +18,16 @@ from nbflow_kernels.cpu.graph import missing_kernel, signature_of
 from nbflow_kernels.cpu.parallel_for import capture
 
 
-def compile_ahead(spec: ModelSpec, kv: str) -> list[int]:
-    """Start processes for what the kernel cache lacks of a model with this KV format."""
+def compile_ahead(spec: ModelSpec, kv: str, activations: str) -> list[int]:
+    """Start processes for what the kernel cache lacks of a model with these options."""
     if not may_fork():
         return []
     tasks = sampling_tasks()
     if spec.latent is None:
         keys, values = parse_kv(kv).default
         dims = spec.cached_dim, spec.value_dim
-        tasks = attention_tasks((keys.kind, values.kind), dims, _has_extras(spec)) + tasks
+        kinds, int8 = (keys.kind, values.kind), activations == "int8"
+        tasks = attention_tasks(kinds, dims, _has_extras(spec), int8) + tasks
     return compile_in_processes(tasks)
 
 

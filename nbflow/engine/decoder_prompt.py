@@ -26,7 +26,7 @@ def refuse_decoder_options(spec: ModelSpec, params: SamplingParams) -> None:
     for name in DECODER_START:
         if getattr(params, name) is not None:
             raise UsageError(
-                f"{spec.name} has no encoder and takes no {name}; write it into the prompt"
+                f"{spec.name} has no encoder and takes no {name}; write it into the prompt", name
             )
 
 
@@ -49,14 +49,15 @@ def decoder_prompt(
         if forced >= spec.vocab_size:
             raise UsageError(
                 f"forced_bos_token_id must be 0..{spec.vocab_size - 1} for {spec.name}, got "
-                f"{forced}"
+                f"{forced}",
+                "forced_bos_token_id",
             )
     if params.source_lang is not None:
         source = language_id(model.tokenizer, params.source_lang, "source_lang")
         encoder_ids = _with_source(model, encoder_ids, source)
     if params.target_lang is not None:
         if params.forced_bos_token_id is not None:
-            raise UsageError("give one of target_lang and forced_bos_token_id")
+            raise UsageError("give one of target_lang and forced_bos_token_id", "target_lang")
         front = token_in_front(model.tokenizer, params.target_lang)
         if front is not None:
             encoder_ids = [front, *encoder_ids]

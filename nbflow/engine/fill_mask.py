@@ -97,7 +97,7 @@ def mask_request(model: ModelInfo, text: str | Sequence[int], top_k: int) -> Req
     check_fills(model)
     most = min(MAX_TOP_K, model.spec.vocab_size)
     if not 1 <= top_k <= most:
-        raise UsageError(f"top_k must be 1..{most}, got {top_k}")
+        raise UsageError(f"top_k must be 1..{most}, got {top_k}", "top_k")
     mask, name = mask_token(model)
     if isinstance(text, str):
         text = masked_ids(model.tokenizer, text)

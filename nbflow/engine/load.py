@@ -102,7 +102,7 @@ def load(
     comm = comm or world()
     _check_plugins(comm)
     if comm.size == 1 and is_host(given.device):
-        compile_ahead(source.spec, given.kv)
+        compile_ahead(source.spec, given.kv, given.activations)
     partition = _partition(source, comm, given)
     if given.unused_note and is_host(given.device):
         warnings.warn(given.unused_note, stacklevel=2)

@@ -26,7 +26,7 @@ def check_ids(spec: ModelSpec, ids: Sequence[int] | NDArray[Any], room: int) -> 
     """Return valid token ids that leave `room` tokens of the context."""
     array = np.asarray(ids)
     if array.size == 0:
-        raise UsageError("the prompt is empty; it must have at least one token")
+        raise UsageError("the prompt is empty; it must have at least one token", "prompt")
     if array.ndim == 1 and array.dtype.kind in "fO":  # also whole numbers beyond 64 bits
         for i in ids:
             if type(i) is int and not 0 <= i < 2**63:
@@ -34,13 +34,15 @@ def check_ids(spec: ModelSpec, ids: Sequence[int] | NDArray[Any], room: int) -> 
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise UsageError(
             f"token ids must be a non-empty sequence of integers, got shape {array.shape} "
-            f"of {array.dtype}"
+            f"of {array.dtype}",
+            "prompt",
         )
     if array.size + room > spec.max_context:
         more = f" (and {room} more to generate)" if room else ""
         raise UsageError(
             f"the prompt has {array.size} tokens{more}, but the context of {spec.name} "
-            f"holds {spec.max_context}; shorten it"
+            f"holds {spec.max_context}; shorten it",
+            "prompt",
         )
     if array.min() < 0 or array.max() >= spec.vocab_size:
         raise _unknown_id(spec, int(array[(array < 0) | (array >= spec.vocab_size)][0]))
@@ -50,7 +52,8 @@ def check_ids(spec: ModelSpec, ids: Sequence[int] | NDArray[Any], room: int) -> 
 def _unknown_id(spec: ModelSpec, token: int) -> UsageError:
     return UsageError(
         f"token id {shown(token)} is outside the vocabulary of {spec.name}, "
-        f"0..{spec.vocab_size - 1}"
+        f"0..{spec.vocab_size - 1}",
+        "prompt",
     )
 
 
@@ -129,7 +132,7 @@ def embedding_requests(
     if spec.encoder is not None:
         raise UsageError(f"{spec.name} has an encoder and a decoder; use hidden()")
     if pooling not in POOLINGS:
-        raise unknown_name("pooling", pooling, POOLINGS)
+        raise unknown_name("pooling", pooling, POOLINGS, "pooling")
     texts = [check_ids(spec, ids, room=0) for ids in sequences]
     if types is not None and len(types) != len(texts):
         raise UsageError(

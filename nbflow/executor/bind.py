@@ -313,9 +313,9 @@ class Binder:
         q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
         keys, values = step.storage.layers[kv_layer(op)]
         kinds = step.storage.kinds_of(kv_layer(op))
-        sinks = self.executor.weights.bias[index]
+        sinks, int8 = self.executor.weights.bias[index], self.executor.activations == "int8"
         with capture() as attends:
-            launch.attend(step.plan, q, keys, values, out, None, kinds, sinks is not None)
+            launch.attend(step.plan, q, keys, values, out, None, kinds, sinks is not None, int8)
         calls = [dataclasses.replace(c, n_rows=step.n_shares) for c in attends.calls]
         if step.merges:
             with capture() as merges:

@@ -24,8 +24,8 @@ GRAPH_KERNEL_BYTES = 2048
 COMMUNICATOR_BYTES = 128 << 20
 """Device memory of an NCCL communicator: estimated, it depends on the links."""
 MIN_WORKSPACE_ITEMS = 1024
-DECODE_TOKENS = 8
-"""Tokens of a step up to which experts run as fused kernels."""
+MAX_SPLIT_TOKENS = 1024
+"""Tokens up to which products may be split; their sums do not grow with the number of tokens."""
 ATTENTIONS = ("attention", "cross_attention")
 
 
@@ -143,33 +143,63 @@ def _product_bytes(
 ) -> dict[str, int]:
     """Return the largest workspace of each name that products with weights share."""
     found: Counter[str] = Counter()
+    products: Counter[tuple[str, int, int, str]] = Counter()
     sizes = shape.n_tokens, shape.n_states, shape.n_logits
     for op in program.ops:
-        if op.kind == "experts" and shape.n_tokens > DECODE_TOKENS:
-            n_bytes = _expert_bytes(program, op, shape.n_tokens)
-            found["experts"] = max(found["experts"], n_bytes)
+        if op.kind == "experts" and shape.n_tokens:
+            found |= _expert_bytes(program, op, shape.n_tokens)
+            products |= _expert_products(program, model, op, activations, shape.n_tokens)
         if op.kind != "linear":
             continue
         n_tokens = program.buffers[op.out].n_rows(*sizes)
-        for format, n_rows, n_columns in _matrices(program, model, op) if n_tokens else ():
-            of_one = _workspaces(format, n_rows, n_columns, n_tokens, activations, limits)
+        for matrix in _matrices(program, model, op) if n_tokens else ():
+            products |= {(*matrix, activations): n_tokens}
             if any(model.kept_groups(w.name) for w in op.weights):
-                of_one = of_one | {"columns": FLOAT32_BYTES * n_tokens * n_columns}
-            for name, n_bytes in of_one.items():
-                found[name] = max(found[name], n_bytes)
+                found |= {"columns": FLOAT32_BYTES * n_tokens * matrix[2]}
+    for (format, n_rows, n_columns, arithmetic), most in products.items():
+        for n_tokens in {*range(1, min(most, MAX_SPLIT_TOKENS), 8), most}:
+            found |= _workspaces(format, n_rows, n_columns, n_tokens, arithmetic, limits)
     least = FLOAT32_BYTES * MIN_WORKSPACE_ITEMS
     return {name: max(n_bytes, least) for name, n_bytes in found.items() if n_bytes}
 
 
-def _expert_bytes(program: Program, op: Op, n_tokens: int) -> int:
-    """Return the scratch of experts that do not run as fused kernels."""
-    assert program.spec.moe is not None
-    n_pairs = n_tokens * program.spec.moe.top_k
-    first = op.weights[0]
-    width = first.shape(program.spec.shape_of(first.name))[-2]
-    columns = program.buffers[op.out].width
-    weighed = columns + 2 if op.attrs.get("weigh_inputs") else 0
-    return FLOAT32_BYTES * n_pairs * (2 + 3 * width + columns + weighed)
+def _expert_bytes(program: Program, op: Op, n_tokens: int) -> dict[str, int]:
+    """Return the scratch of experts that do not run as fused kernels, which take less."""
+    moe, (first, end) = program.spec.moe, op.attrs["experts"]
+    assert moe is not None
+    n_pairs, weight = n_tokens * moe.top_k, op.weights[0]
+    width = weight.shape(program.spec.shape_of(weight.name))[-2]
+    n_columns = program.buffers[op.inputs[0]].width
+    items = {
+        "rows": n_pairs, "indptr": end - first + 1, "inverse": n_pairs, "hidden": n_pairs * width,
+        "gate and up": n_pairs * width * (2 if op.attrs.get("gated", True) else 1),
+        "results": n_pairs * program.buffers[op.out].width,
+    }  # fmt: skip
+    if op.attrs.get("weigh_inputs"):
+        items |= {"weighed": n_pairs * n_columns, "tokens and ones": 2 * n_pairs}
+    if _take_turns(n_pairs, end - first):
+        items["inputs"] = n_pairs * n_columns
+    return {f"experts {name}": FLOAT32_BYTES * n for name, n in items.items()}
+
+
+def _expert_products(
+    program: Program, model: PlannedModel, op: Op, activations: str, n_tokens: int
+) -> dict[tuple[str, int, int, str], int]:
+    """Return the products of experts one after the other: each may have any number of tokens."""
+    moe, (first, end) = program.spec.moe, op.attrs["experts"]
+    assert moe is not None
+    if not _take_turns(n_tokens * moe.top_k, end - first):
+        return {}
+    arithmetic = "bf16" if activations == "bf16" else "f32"
+    shapes = {(model.format_of(w.name), program.spec.shape_of(w.name)) for w in op.weights}
+    return {(format, s[-2], s[-1], arithmetic): n_tokens for format, s in shapes}
+
+
+def _take_turns(n_pairs: int, n_experts: int) -> bool:
+    """Return whether the host launches a product for each expert."""
+    from nbflow_kernels.moe.cuda import MIN_ROWS_TO_SYNC  # late, as above
+
+    return n_pairs >= MIN_ROWS_TO_SYNC * n_experts
 
 
 def _matrices(program: Program, model: PlannedModel, op: Op) -> list[tuple[str, int, int]]:

@@ -118,7 +118,7 @@ def build_strategy(
     for key in own:
         if key in given:
             text = f"decoding={params.decoding!r:.120}"
-            raise UsageError(f"{key} is given twice, the second time in {text}")
+            raise UsageError(f"{key} is given twice, the second time in {text}", key)
     given |= own
     if inner is None and params.decoding is None:
         recommended = {k: v for k, v in (defaults or {}).items() if v and k in _fields(name)}
@@ -231,7 +231,7 @@ def _fields(name: str) -> tuple[str, ...]:
 
 def _need(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
     if tokenizer is None:
-        raise UsageError(f"{name} needs the model's tokenizer; load the model with one")
+        raise UsageError(f"{name} needs the model's tokenizer; load the model with one", name)
     return tokenizer
 
 
@@ -241,7 +241,9 @@ def _biases(bias: Mapping[Any, Any] | Sequence[Any] | None) -> tuple[tuple[int, 
     try:
         return tuple((_token_id(i), _bias(x)) for i, x in pairs)
     except (TypeError, ValueError, OverflowError):
-        raise UsageError(f"logit_bias must map token ids to numbers, got {bias!r:.60}") from None
+        raise UsageError(
+            f"logit_bias must map token ids to numbers, got {bias!r:.60}", "logit_bias"
+        ) from None
 
 
 def _bias(given: Any) -> float:

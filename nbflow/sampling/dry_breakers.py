@@ -28,6 +28,10 @@ _END = 256
 """End marker of a token in the index; not a byte."""
 
 
+def _error(message: str) -> UsageError:
+    return UsageError(message, "dry_sequence_breakers")
+
+
 def breaker_sequences(
     tokenizer: Tokenizer, breakers: tuple[str, ...] = DEFAULT_BREAKERS
 ) -> Breakers:
@@ -50,12 +54,12 @@ def breaker_sequences(
         too many sequences.
     """
     if len(breakers) > MAX_BREAKERS:
-        raise UsageError(f"there may be at most {MAX_BREAKERS} breakers, got {len(breakers):,}")
+        raise _error(f"there may be at most {MAX_BREAKERS} breakers, got {len(breakers):,}")
     for breaker in breakers:
         if not 0 < len(breaker.encode("utf-8", "surrogatepass")) <= MAX_BYTES:
-            raise UsageError(f"breakers must have 1..{MAX_BYTES} bytes, got {breaker!r:.60}")
+            raise _error(f"breakers must have 1..{MAX_BYTES} bytes, got {breaker!r:.60}")
         if any("\ud800" <= character <= "\udfff" for character in breaker):
-            raise UsageError(f"breakers must be valid Unicode, got {breaker!r:.60}")
+            raise _error(f"breakers must be valid Unicode, got {breaker!r:.60}")
     with _lock:
         index: _Index = tokenizer.__dict__.setdefault("_breaker_index", _Index(tokenizer))
     return index.sequences(breakers)
@@ -83,7 +87,7 @@ class _Index:
         for breaker in breakers:
             found |= dict.fromkeys(self._of(breaker))
             if len(found) > MAX_SEQUENCES:
-                raise UsageError(
+                raise _error(
                     f"the breakers expand to more than {MAX_SEQUENCES:,} token sequences; give "
                     "fewer of them"
                 )

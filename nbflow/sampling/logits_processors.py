@@ -31,7 +31,7 @@ def check_token_ids(name: str, ids: Iterable[int], n_vocab: int) -> None:
     """Raise `UsageError` naming the parameter if a token is outside the vocabulary."""
     for token in ids:
         if not 0 <= token < n_vocab:
-            raise UsageError(f"{name} must hold ids in 0..{n_vocab - 1}, got {token!s:.40}")
+            raise UsageError(f"{name} must hold ids in 0..{n_vocab - 1}, got {token!s:.40}", name)
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,13 @@ class LogitsProcessors:
         check_range("constraints", "no_repeat_ngram_size", self.no_repeat_ngram_size, 0, 2**31 - 1)
         check_range("constraints", "min_tokens", self.min_tokens, 0, 2**31 - 1)
         if () in self.bad_words:
-            raise UsageError("bad_words must not hold an empty word")
+            raise UsageError("bad_words must not hold an empty word", "bad_words")
         for token, bias in self.logit_bias:
             if bias != -math.inf and not -MAX_BIAS <= bias <= MAX_BIAS:
                 raise UsageError(
                     f"logit_bias must be in {-MAX_BIAS:,.0f}..{MAX_BIAS:,.0f}, or minus infinity, "
-                    f"which bans the token; got {bias:g} for token {token}"
+                    f"which bans the token; got {bias:g} for token {token}",
+                    "logit_bias",
                 )
 
     @property
@@ -81,6 +82,14 @@ class LogitsProcessors:
         """True if the logits are unchanged."""
         free = {"end_ids"} if self.min_tokens == 0 else set()
         return all(getattr(self, f.name) == f.default for f in fields(self) if f.name not in free)
+
+    @property
+    def only_ban(self) -> str | None:
+        """Name of the only processor that bans tokens, if there is one."""
+        names = ["grammar", "allowed_token_ids", "no_repeat_ngram_size", "logit_bias"]
+        names += ["banned_token_ids", "bad_words", "min_tokens"]
+        given = [name for name in names if getattr(self, name)]
+        return given[0] if len(given) == 1 else None
 
     def check_vocabulary(self, n_vocab: int) -> None:
         """Raise `UsageError` if a token is outside the vocabulary."""
@@ -199,7 +208,8 @@ class ConstrainedState(State):
             raise AllBannedError(
                 "every token is banned, so that no token can be sampled; change allowed_token_ids, "
                 "banned_token_ids, logit_bias, bad_words, no_repeat_ngram_size, min_tokens or the "
-                "structure"
+                "structure",
+                rules.only_ban,
             )
         return logits
 

@@ -41,7 +41,9 @@ class Mirostat(Strategy):
         check_range("mirostat", "mirostat_eta", self.mirostat_eta, 0.0, 100.0)
         check_range("mirostat", "mirostat_m", self.mirostat_m, 2, 2**31 - 1)
         if self.mirostat not in (1, 2):
-            raise UsageError(f"mirostat: mirostat must be 1 or 2, got {self.mirostat!r}")
+            raise UsageError(
+                f"mirostat: mirostat must be 1 or 2, got {self.mirostat!r}", "mirostat"
+            )
 
     def begin(self, prompt_ids: Sequence[int], seed: int) -> MirostatState:
         return MirostatState(self, prompt_ids, seed)

@@ -105,10 +105,11 @@ def parse_samplers(order: str | Sequence[str]) -> tuple[str, ...]:
     names = [ALIASES.get(name, name) for name in order]
     for name in names:
         if name not in SAMPLERS:
-            raise unknown_name("sampler", name, SAMPLERS)
+            raise unknown_name("sampler", name, SAMPLERS, "samplers")
     if not names:
         raise UsageError(
             "samplers must name at least one sampler; to sample from all tokens use "
-            "decoding='sample'"
+            "decoding='sample'",
+            "samplers",
         )
     return tuple(names)

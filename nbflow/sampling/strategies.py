@@ -177,7 +177,7 @@ def make_strategy(
     TopP(temperature=0.7, top_p=0.9)
     """
     if name not in STRATEGIES:
-        raise unknown_name("decoding strategy", name, STRATEGIES)
+        raise unknown_name("decoding strategy", name, STRATEGIES, "decoding")
     kind = STRATEGIES[name]
     known = [f.name for f in dataclasses.fields(kind)]
     given = {key: value for key, value in parameters.items() if value is not None}
@@ -204,7 +204,7 @@ def parameter(name: str, key: str) -> OptionField | None:
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
         if name == "greedy":  # the default of `LLM.generate`
             takes += "; name another strategy, or auto, which chooses one by its parameters"
-        raise UsageError(f"decoding {name!r} has no parameter {key!r}; {takes}")
+        raise UsageError(f"decoding {name!r} has no parameter {key!r}; {takes}", key)
     declared: Option | None = known[key].metadata.get("option")
     if declared is None:
         return None
@@ -232,17 +232,18 @@ def split_decoding(text: str) -> tuple[str, dict[str, Any]]:
     if not colon:
         return name, {}
     if name not in STRATEGIES:
-        raise unknown_name("decoding strategy", name, STRATEGIES)
+        raise unknown_name("decoding strategy", name, STRATEGIES, "decoding")
     values: dict[str, Any] = {}
     for part in rest.split(","):
         key, equals, value = (each.strip() for each in part.partition("="))
         if not equals or not key:
             raise UsageError(
                 f"decoding {text!r:.120}: parameters are written NAME:PARAMETER=VALUE,..., for "
-                "example top_p:top_p=0.9,temperature=0.7"
+                "example top_p:top_p=0.9,temperature=0.7",
+                "decoding",
             )
         if key in values:
-            raise UsageError(f"decoding {text!r:.120}: {key} is given twice")
+            raise UsageError(f"decoding {text!r:.120}: {key} is given twice", "decoding")
         parameter(name, key)  # raises for an unknown one
         hint = typing.get_type_hints(STRATEGIES[name])[key]
         values[key] = _parsed(value, hint, f"decoding {name!r}: {key}")
@@ -253,17 +254,19 @@ def _parsed(text: str, hint: Any, where: str) -> Any:
     """Return the value of a parameter that is given as text."""
     if hint is bool:
         if text not in ("true", "false"):
-            raise UsageError(f"{where} must be true or false, got {text!r:.60}")
+            raise UsageError(f"{where} must be true or false, got {text!r:.60}", "decoding")
         return text == "true"
     if hint in (int, float):
         try:
             return hint(text)
         except ValueError:
             wanted = "a whole number" if hint is int else "a number"
-            raise UsageError(f"{where} must be {wanted}, got {text!r:.60}") from None
+            raise UsageError(f"{where} must be {wanted}, got {text!r:.60}", "decoding") from None
     if hint is str or typing.get_origin(hint) is typing.Literal:
         return text
-    raise UsageError(f"{where} cannot be written in the text; give it as a parameter of its own")
+    raise UsageError(
+        f"{where} cannot be written in the text; give it as a parameter of its own", "decoding"
+    )
 
 
 def register_strategy(name: str, kind: type[Strategy]) -> type[Strategy]:

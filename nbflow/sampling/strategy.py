@@ -338,5 +338,5 @@ def check_range(
     if not inside:
         bracket = "(" if open_low else "["
         raise UsageError(
-            f"{strategy}: {name} must be in {bracket}{low:g}, {high:g}], got {value!r}"
+            f"{strategy}: {name} must be in {bracket}{low:g}, {high:g}], got {value!r}", name
         )

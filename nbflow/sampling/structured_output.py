@@ -23,6 +23,11 @@ from nbflow.tokenization.token_bytes import vocabulary_bytes
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command, unknown_name
 
 _MAX_ENGINES = 8
+_JSON_BLANKS = r"( |\n{1,2}[ \t]{0,20})?"
+"""Blanks between tokens of JSON: a space, or line breaks with indentation, as in llama.cpp.
+
+Without a bound a model can emit blanks until `max_tokens`.
+"""
 _MESSAGES = {"NoExtensionBias": "no text matches it", "NoExtension": "no text matches it"}
 """Messages of llguidance in plain words."""
 
@@ -31,7 +36,7 @@ class StructureError(UsageError):
     """Structure of a kind (`STRUCTURES`) that is invalid or beyond the limits of llguidance."""
 
     def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(f"{kind}{'' if reason.startswith('must ') else ':'} {reason}")
+        super().__init__(f"{kind}{'' if reason.startswith('must ') else ':'} {reason}", kind)
         self.kind = kind
         self.reason = reason
 
@@ -73,7 +78,8 @@ class Grammar:
         if not end_ids:
             raise UsageError(
                 f"{kind} needs an end token to end with, and there is none: leave out ignore_eos, "
-                "or give stop_token_ids"
+                "or give stop_token_ids",
+                kind,
             )
         self._end_ids = tuple(end_ids)
         self._vocabulary = _vocabulary(tokenizer, n_vocab, self._end_ids)
@@ -190,6 +196,9 @@ def _source(library: Any, kind: str, text: Any) -> str:
     if not isinstance(text, str):
         raise StructureError(kind, f"must be a text, got {type(text).__name__}")
     try:
+        if kind == "json_schema":
+            blanks = {"whitespace_pattern": _JSON_BLANKS}
+            return str(library.LLMatcher.grammar_from_json_schema(text, defaults=blanks))
         return str(library.grammar_from(kind, text))
     except ValueError as error:
         raise StructureError(kind, str(error)) from None

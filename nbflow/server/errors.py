@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -103,6 +104,26 @@ def json_response(
     return Response(json.dumps(body), status, headers, "application/json")
 
 
+FieldOf = Callable[[str | None], str | None]
+
+
+@contextlib.contextmanager
+def errors_of(field: str, other_field: FieldOf | None = None) -> Iterator[None]:
+    """Answer a `UsageError` with the field of the request that causes it.
+
+    An error about the engine's prompt is of `field`.  `other_field` returns the field of another
+    parameter; by default it has the parameter's name, and an error about none is of `field`.
+    """
+    try:
+        yield
+    except UsageError as error:
+        if error.param == "prompt" or (other_field is None and error.param is None):
+            param: str | None = field
+        else:
+            param = error.param if other_field is None else other_field(error.param)
+        raise ApiError(400, str(error), param=param) from error
+
+
 def busy(message: str) -> ApiError:
     """Return 429 Too Many Requests with ``Retry-After``."""
     return ApiError(429, message, retry_after_s=1)
@@ -131,7 +152,8 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _usage_error(request: Request, error: Exception) -> Response:
-    return _respond(request, ApiError(400, str(error)))
+    assert isinstance(error, UsageError)
+    return _respond(request, ApiError(400, str(error), param=error.param))
 
 
 async def _missing_extra(request: Request, error: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 from collections.abc import Sequence
@@ -11,11 +12,10 @@ from nbflow.engine.request_validation import build_request
 from nbflow.engine.search import BeamSearch, ContrastiveSearch, Search
 from nbflow.engine.speculative.config import attach
 from nbflow.option_fields import fields
-from nbflow.options import DECODER_START, STRUCTURES, SamplingParams
+from nbflow.options import DECODER_START, STRUCTURES, SamplingParams, SearchParams
 from nbflow.sampling import Strategy, build_strategy, of_other_strategies
-from nbflow.sampling.structured_output import StructureError
 from nbflow.server.config import PER_REQUEST, Limits
-from nbflow.server.errors import ApiError
+from nbflow.server.errors import ApiError, errors_of
 from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.schemas import GenerationBody
 from nbflow.server.served_model import ServedModel
@@ -25,6 +25,13 @@ DEFAULT_BEAMS = 4
 """Beams of a body with neither beam_width nor n."""
 _GUIDED = {fields(SamplingParams)[name].http_name: name for name in STRUCTURES}
 """Body field -> structure."""
+_HTTP_NAMES = {
+    known.name: known.http_name
+    for kind in (SearchParams, SamplingParams)
+    for known in fields(kind).values()
+    if known.http_name
+} | {"repeat_penalty": "repetition_penalty", "dry_breakers": "dry_sequence_breakers"}
+"""Parameter of the engine -> body field."""
 _BEAM = ("beam_width", "length_penalty", "early_stopping")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "min_tokens": (0,),
@@ -44,14 +51,17 @@ _STOPS = {"stop", "include_stop_str_in_output"}
 
 def check_number(body: GenerationBody, n_prompts: int, limits: Limits) -> None:
     """Raise `ApiError` for a body with too many continuations, before tokenization."""
-    search = search_of(body)
+    with _naming(body):
+        search = search_of(body)
     width = body.n_drawn if search is None else max(body.n_drawn, search.n_sequences)
     if n_prompts * width > limits.choices:
+        wide = "n" if search is None or not body.beam_width else "beam_width"
+        wide = "best_of" if body.n_drawn == width > body.n else wide
         raise ApiError(
             400,
             f"{n_prompts} prompts x {width} choices exceed the limit {limits.choices} of a request "
             "(limits.choices); send several requests",
-            param="n",
+            param=body.prompt_field if width == 1 else wide,
         )
 
 
@@ -76,6 +86,23 @@ def build_requests(
     """
     check_number(body, len(prompts), limits)
     _check_logprobs(body, prompts, limits, echo, continues_text)
+    with _naming(body):
+        return _build_requests(
+            served, body, prompts, max_tokens, limits, continues_text, echo, decoder_ids
+        )
+
+
+def _build_requests(
+    served: ServedModel,
+    body: GenerationBody,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | None,
+    limits: Limits,
+    continues_text: bool,
+    echo: bool,
+    decoder_ids: Sequence[int] | None,
+) -> list[GenerationRequest]:
+    """Return the engine requests of a checked body; parameters as in `build_requests`."""
     search = search_of(body)
     params = _sampling_params(served, body, max_tokens, search)
     strategy: Strategy | Search = search or _strategy(served, body, params)
@@ -104,6 +131,19 @@ def build_requests(
                 GenerationRequest(request, params, continues_text, n_found, structure_field(body))
             )
     return found
+
+
+def _naming(body: GenerationBody) -> contextlib.AbstractContextManager[None]:
+    """Name the body's fields in errors about parameters of the engine; see `errors_of`."""
+
+    def field_of(param: str | None) -> str | None:
+        if param is None or param in STRUCTURES:
+            return param and (structure_field(body) or param)
+        name = _HTTP_NAMES.get(param, param)
+        in_text = body.decoding and getattr(body, name, None) is None  # NAME:PARAMETER=VALUE
+        return "decoding" if in_text else name
+
+    return errors_of(body.prompt_field, field_of)
 
 
 def _sampling_params(
@@ -147,10 +187,7 @@ def _strategy(served: ServedModel, body: GenerationBody, params: SamplingParams)
     # `params` has them without a strategy of the body
     defaults = {} if body.decoding is None else served.defaults_with(body.decoding)
     n_vocab = served.model.spec.vocab_size
-    try:
-        return build_strategy(params, n_vocab, served.tokenizer, served.end_ids, defaults)
-    except StructureError as error:
-        raise ApiError(400, str(error), param=structure_field(body)) from error
+    return build_strategy(params, n_vocab, served.tokenizer, served.end_ids, defaults)
 
 
 def _check_logprobs(
@@ -200,7 +237,7 @@ def structure_of(body: GenerationBody) -> dict[str, Any]:
             400,
             f"give one of response_format, structured_outputs and {', '.join(_GUIDED)}, and one "
             "structure in it",
-            param="response_format",
+            param=structure_field(body),
         )
     return dict(found)
 
@@ -250,7 +287,7 @@ def _check_search_fields(
     if structure_of(body):
         raise ApiError(
             400, f"{search} follows no structure; leave response_format and the like out",
-            param="response_format",
+            param=structure_field(body),
         )  # fmt: skip
     for name in sorted(given & refused):
         if getattr(body, name) not in _NEUTRAL.get(name, ()):

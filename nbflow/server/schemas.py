@@ -163,7 +163,8 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("type json_schema requires json_schema, and other types exclude it")
+            message = "type json_schema requires json_schema, and other types exclude it"
+            raise out_of_bounds(message, "json_schema")
         return self
 
     def structure(self) -> dict[str, Any]:
@@ -224,6 +225,8 @@ else:
 class GenerationBody(_OptionFields):
     """Fields of all generation requests; absent ones take the model's defaults."""
 
+    prompt_field: ClassVar[str] = "prompt"
+    """Field of what is continued."""
     model: str | None = None
     """Name or alias of a model; by default the first one."""
     best_of: int | None = Field(default=None, ge=1)
@@ -254,11 +257,13 @@ class GenerationBody(_OptionFields):
     @model_validator(mode="after")
     def _fits(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream: true")
+            raise out_of_bounds("stream_options needs stream: true", "stream_options")
         if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of must be at least n = {self.n}, got {self.best_of}")
+            message = f"best_of must be at least n = {self.n}, got {self.best_of}"
+            raise out_of_bounds(message, "best_of")
         if self.best_of is not None and self.best_of > self.n and self.stream:
-            raise ValueError("best_of cannot be streamed: the best is known at the end")
+            message = "best_of cannot be streamed: the best is known at the end"
+            raise out_of_bounds(message, "best_of")
         return self
 
     def sampling_values(self) -> dict[str, Any]:
@@ -332,17 +337,19 @@ class ChatBody(GenerationBody, Conversation):
     top_logprobs: Annotated[int | None, http_option(SamplingParams, "logprobs", "top_logprobs")] = (
         None
     )
+    prompt_field: ClassVar[str] = "messages"
     instead: ClassVar[dict[str, str]] = {"prompt": "use messages, or /v1/completions"}
 
     @model_validator(mode="after")
     def _chat(self) -> ChatBody:
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
-            raise ValueError("max_tokens and max_completion_tokens differ; give one")
+            message = "max_tokens and max_completion_tokens differ; give one"
+            raise out_of_bounds(message, "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise out_of_bounds("top_logprobs needs logprobs: true", "top_logprobs")
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs cannot be streamed")
+            raise out_of_bounds("prompt_logprobs cannot be streamed", "prompt_logprobs")
         return self
 
     @property
@@ -371,7 +378,8 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _completion(self) -> CompletionBody:
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs cannot be streamed; use echo and logprobs")
+            message = "prompt_logprobs cannot be streamed; use echo and logprobs"
+            raise out_of_bounds(message, "prompt_logprobs")
         return self
 
     def prompts(self) -> list[str | list[int]]:
@@ -418,7 +426,7 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give prompt or messages")
+            raise out_of_bounds("give prompt or messages", "prompt")
         return self
 
 

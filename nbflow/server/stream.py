@@ -25,6 +25,7 @@ from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.outputs import RequestOutput, TokenOutput
 from nbflow.engine.request import Request
 from nbflow.engine.request_handle import RequestHandle
+from nbflow.options import STRUCTURES
 from nbflow.sampling.logits_processors import AllBannedError
 from nbflow.sampling.structured_output import StructureError
 from nbflow.server.errors import ApiError, busy
@@ -144,10 +145,9 @@ class ChoiceStream:
 
     def _failure(self, error: Exception) -> ApiError:
         """Return the client's error for an engine error."""
-        if isinstance(error, StructureError):  # found during generation
-            return ApiError(400, str(error), param=self._structure)
-        if isinstance(error, AllBannedError):
-            return ApiError(400, str(error))
+        if isinstance(error, StructureError | AllBannedError):
+            param = self._structure if error.param in STRUCTURES else error.param
+            return ApiError(400, str(error), param=param)
         what = str(error) if isinstance(error, UsageError) else "see the server's log"
         return ApiError(500, f"the engine step failed: {what}", code="step_failed")
 

@@ -44,7 +44,8 @@ def language_id(tokenizer: Tokenizer, language: str, parameter: str) -> int:
     if not known:
         raise UsageError(
             f"{parameter}: the vocabulary has no language tokens; name the language in the text, "
-            "as the model was trained"
+            "as the model was trained",
+            parameter,
         )
     if language in tokenizer.special_tokens and _CODE.fullmatch(language):
         return tokenizer.special_tokens[language]
@@ -54,8 +55,9 @@ def language_id(tokenizer: Tokenizer, language: str, parameter: str) -> int:
     if len(longer) == 1:
         return known[longer[0]]
     if longer:
-        raise UsageError(f"{parameter} {language!r} is ambiguous: {', '.join(sorted(longer))}")
-    raise unknown_name(parameter, language, known)
+        among = ", ".join(sorted(longer))
+        raise UsageError(f"{parameter} {language!r} is ambiguous: {among}", parameter)
+    raise unknown_name(parameter, language, known, parameter)
 
 
 def token_in_front(tokenizer: Tokenizer, language: str) -> int | None:

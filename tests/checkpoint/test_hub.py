@@ -234,6 +234,14 @@ def test_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'nbflow pull org/llama' downloads one" in done.stderr
 
 
+def test_a_repository_with_an_adapter() -> None:
+    names = ["adapter_config.json", "adapter_model.safetensors", "model.safetensors"]
+    files = [HubFile(name, 1) for name in names]
+    with pytest.raises(UsageError, match=r"a model and an adapter .*--file 'model\*\.safetensors'"):
+        choose_files("org/x", files, None)
+    assert [f.name for f in choose_files("org/x", files, "model*.safetensors")] == names[2:]
+
+
 def test_parts_of_one_file_belong_together() -> None:
     names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     listed = [HubFile(name, 1) for name in (*names, "model.safetensors.index.json", "config.json")]

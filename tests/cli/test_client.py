@@ -1,20 +1,16 @@
 """`nbflow client` against a server."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from command import run_command
 
 from nbflow.compat.inferflow.tool_ini import read_client_ini
 from nbflow_kernels.errors import UsageError
 
 
-def client(server, *words, text=None, url=None):
-    command = [sys.executable, "-m", "nbflow", "client", "--url", url or f"{server.url}/v1"]
-    return subprocess.run(
-        [*command, *words], input=text, capture_output=True, text=True, timeout=120, check=False
-    )
+def client(server, *words, text="", url=None):
+    return run_command("client", "--url", url or f"{server.url}/v1", *words, text=text)
 
 
 def test_one_message(server, client_answer):
@@ -51,8 +47,7 @@ def test_file_of_inferflow(server, tmp_path):
     request = '{"text": "x", "decoding_alg": "sample.std", "random_seed": 1, "max_output_len": 3}'
     others = "[app_env.base]\ndata_root_dir = ${config_dir}../data/\n"
     ini.write_text(f"[main]\nservice = {server.url}/process_query\nrequest =  {request}\n{others}")
-    words = [sys.executable, "-m", "nbflow", "client", str(ini)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    done = run_command("client", str(ini))
     whole = server.http.post("/", json=json.loads(request) | {"is_streaming_mode": False}).json()
     assert done.stdout == f"{whole['text']}\n[end_of_response_text]\n", done.stderr
     for text, words in (

@@ -75,6 +75,20 @@ def test_plan_within_two_percent(name: str, options: dict[str, Any], cupy: Any) 
         assert held[key] == pytest.approx(getattr(rank, key), rel=0.02)
 
 
+def test_scratch_of_experts_is_planned(cupy: Any) -> None:
+    """Experts with biases do not run as fused kernels; no step is longer than those of the plan."""
+    options = {**OPTIONS, "device": "emulator", "max_step_tokens": 6}
+    limits = {"max_sequences": 1, "kv_bytes": 400_000}
+    (rank,) = plan_memory(FOLDER / "gpt_oss_floats", **options, **limits).ranks
+    with (
+        nbflow.load(FOLDER / "gpt_oss_floats", **options) as model,
+        nbflow.LLMEngine(model, **limits) as engine,
+    ):
+        engine.submit(model.make_request(list(range(1, 7)), 2, "greedy", 0, True)).result(300)
+        (held,) = model.memory()
+    assert held["step_bytes"] <= rank.step_bytes <= 1.1 * held["step_bytes"]
+
+
 def test_a_cap_that_only_a_part_on_the_host_keeps(cupy: Any) -> None:
     """A device with what the plan states runs the model; without its part on the host it cannot."""
     options = {**OPTIONS, "device": "emulator", "kv": "f16/q8_0"}

@@ -63,7 +63,7 @@ def test_the_kernels_are_those_that_a_model_calls(model, monkeypatch):
     monkeypatch.setattr(CachedKernel, "is_cached", lambda self, sig: asked.append((self, sig)))
     monkeypatch.setattr(compile_ahead, "may_fork", lambda: True)
     monkeypatch.setattr(compile_ahead, "compile_in_processes", list)
-    tasks = compile_ahead.compile_ahead(model.spec, "f16")
+    tasks = compile_ahead.compile_ahead(model.spec, "f16", "f32")
     monkeypatch.undo()
     kernels = [kernel for kernel, _ in asked]
     assert {flash_attention, schedule, _append_floats, _token_log_probs, _argmax} == set(kernels)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from server_process import eventually
 
 FAULTS = Path(__file__).with_name("faults.py")
 RUN = ("run", "tiny_python", "-p", "def ", "-n", "16", "--partition", "0&1", "--threads", "1", "-q")
-HANG_S = 4.0  # reading a model's description takes a second on a busy machine
+HANG_S = 5.0  # reading a model's description takes two seconds on a busy machine
 
 pytestmark = [
     pytest.mark.mpi,
@@ -28,34 +31,50 @@ def _compiled():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.usefixtures("_compiled")
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("stop", r"rank 0 of 2 on \S+ has waited for \d+ s in all_reduce of layer 1; "),
-        ("memory", r"MemoryError: planted\nnbflow: rank 1 of 2 failed in all_reduce of layer 1 "),
-        ("usage", r"error: rank 1: planted\nnbflow: rank 1 of 2 failed in all_reduce of layer 1 "),
-        (
-            "load-sleep",
-            r"rank 1 of 2 on \S+ has stood still for \d+ s while loading layers\.0\.\S+ ",
-        ),
-        ("load-memory", r"error: rank 1 ran out of memory while loading its shard: planted"),
-        ("draw-sleep", r"rank 0 of 2 on \S+ has stood still for \d+ s behind all_gather; "),
-    ],
-)
-def test_one_rank_goes_wrong(fault, words):
+REPORTS = {
+    "memory": r"MemoryError: planted\nnbflow: rank 1 of 2 failed in all_reduce of layer 1 ",
+    "usage": r"error: rank 1: planted\nnbflow: rank 1 of 2 failed in all_reduce of layer 1 ",
+    "load-memory": r"error: rank 1 ran out of memory while loading its shard: planted",
+}
+"""What ranks print after a fault."""
+HANGS = {
+    "stop": r"rank 0 of 2 on \S+ has waited for \d+ s in all_reduce of layer 1; ",
+    "load-sleep": r"rank 1 of 2 on \S+ has stood still for \d+ s while loading layers\.0\.\S+ ",
+    "draw-sleep": r"rank 0 of 2 on \S+ has stood still for \d+ s behind all_gather; ",
+}
+"""The same after a fault that is noticed after `HANG_S`."""
+
+
+def run_with(fault: str) -> subprocess.CompletedProcess[str]:
     # the fourth: after one of the embedding and two of layer 0; a weight of layer 0
     started, rank = time.monotonic(), "0" if fault.startswith("draw") else "1"
     limit = {"NBFLOW_HANG_S": str(HANG_S)}
     done = mpirun(2, str(FAULTS), fault, rank, "4", *RUN, environment=limit)
+    assert time.monotonic() - started < 60  # start, HANG_S and pauses
+    return done
+
+
+@pytest.fixture(scope="module")
+def hung(_compiled) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """Run the faults of `HANGS` one after the other, while the other tests of this file run."""
+    with ThreadPoolExecutor(1) as pool:
+        yield {fault: pool.submit(run_with, fault) for fault in HANGS}
+
+
+def check_report(done: subprocess.CompletedProcess[str], words: str, n_stops: int) -> None:
     assert done.returncode != 0
     assert re.search(words, done.stderr), done.stderr
+    assert done.stderr.count("stopping all ranks") == n_stops
+
+
+@pytest.mark.usefixtures("hung")
+@pytest.mark.parametrize("fault", REPORTS)
+def test_one_rank_goes_wrong(fault):
     # ranks agree whether loading succeeded, so no rank must abort the others
-    assert done.stderr.count("stopping all ranks") == (fault != "load-memory")
-    assert time.monotonic() - started < 60  # start, HANG_S and pauses
+    check_report(run_with(fault), REPORTS[fault], n_stops=fault != "load-memory")
 
 
-@pytest.mark.usefixtures("_compiled")
+@pytest.mark.usefixtures("hung")
 @pytest.mark.parametrize("fault", ["kill", "crash", "load-kill"])
 def test_a_rank_that_a_signal_ends(fault, tmp_path):
     """The launcher reports it and ends the other ranks."""
@@ -96,3 +115,8 @@ def test_a_sweep_keeps_its_rows_and_goes_on(tmp_path):
     assert again.returncode == 0, again.stderr
     assert kept.stat().st_mtime_ns == written
     assert (tmp_path / "two" / "points.csv").read_text().count("done") == 2
+
+
+@pytest.mark.parametrize("fault", HANGS)
+def test_one_rank_hangs(fault, hung):
+    check_report(hung[fault].result(), HANGS[fault], n_stops=1)

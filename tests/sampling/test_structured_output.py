@@ -94,7 +94,26 @@ def test_json_follows_its_schema(tokenizer):
         if text is not None:
             jsonschema.validate(json.loads(text), SCHEMA)
             judged += 1
-    assert judged >= 6  # white space between the parts can take long
+    assert judged == 12
+
+
+@pytest.mark.parametrize(
+    ("text", "blank", "n_allowed"),
+    [("{", " ", 1), ("{", "\n", 2), ("{", "\t", 0), ("{\n", " ", 20), ('{"a"', " ", 1),
+     ('{"a": ', "\n", 0), ('{"a": 1,\n\n', "\t", 20), ("", " ", 0), ('{"a": 1}', " ", 0)],
+)  # fmt: skip
+def test_blanks_between_tokens_of_json_are_bounded(text, blank, n_allowed):
+    tokenizer = nbflow.load_tokenizer("tiny_python")
+    n, ids = tokenizer.vocab_size, vocabulary_bytes(tokenizer)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    state = Grammar("json_schema", schema, tokenizer, n, (0,)).begin()
+    for character in text:
+        state.accept(ids.index(character.encode()))
+    token = ids.index(blank.encode())
+    for count in range(n_allowed + 1):
+        words = state.bitmask(n).view(np.uint32)[0]
+        assert bool(words[token // 32] >> token % 32 & 1) == (count < n_allowed)
+        state.accept(token) if count < n_allowed else None
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -4,13 +4,12 @@ import argparse
 import inspect
 import json
 import re
-import subprocess
-import sys
 import types
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from command import run_command
 
 import nbflow
 from nbflow.cli import main
@@ -329,8 +328,7 @@ def test_ini_syntax(tmp_path):
 
 
 def serve(*words):
-    command = [sys.executable, "-m", "nbflow", "serve", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return run_command("serve", *words)
 
 
 def test_names_of_models():

@@ -80,6 +80,7 @@ def test_field(server, field, value, words):
     assert words in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
+    assert error["param"].partition(".")[0] == field
 
 
 def test_official_errors(client):
@@ -96,6 +97,79 @@ def test_official_errors(client):
         with pytest.raises(openai.BadRequestError, match=f"{token} is outside the vocabulary"):
             client.completions.create(model="tiny", prompt=[1, token])
     assert client.completions.create(model="tiny", prompt="x", max_tokens=1).choices
+
+
+ALL = list(range(2048))
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"response_format": {"type": "text", "json_schema": {"schema": {}}}},
+         "response_format.json_schema"),
+        ({"structured_outputs": {"json": {"type": "nonsense"}}}, "structured_outputs"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice"),
+        ({"decoding": "beams"}, "decoding"),
+        ({"decoding": "top_p:top_p=5"}, "decoding"),
+        ({"decoding": "greedy", "top_k": 3}, "top_k"),
+        ({"samplers": "nonsense"}, "samplers"),
+        ({"mirostat": 1, "mirostat_m": 1}, "mirostat_m"),
+        ({"stop": ""}, "stop"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"target_lang": "fr"}, "target_lang"),
+        ({"use_beam_search": True, "beam_width": 2, "n": 3}, "n"),
+        ({"use_beam_search": True, "beam_width": 4096}, "beam_width"),
+        ({"best_of": 65536}, "best_of"),
+        ({"logit_bias": dict.fromkeys(ALL, False), "stream": True}, "logit_bias"),
+        ({"banned_token_ids": ALL, "bad_words": ["x"]}, None),
+        ({"prompt": ["x"] * 5000}, "prompt"),
+        ({"prompt": [1] * 100_000}, "prompt"),
+        ({"prompt": [2**40]}, "prompt"),
+    ],
+)  # fmt: skip
+def test_official_errors_name_the_parameter(client, more, param):
+    own = {"best_of", "n", "stream", "stream_options", "stop", "logit_bias", "prompt"} & set(more)
+    given = {"model": "tiny", "prompt": "x", "max_tokens": 2} | {key: more[key] for key in own}
+    others = {key: value for key, value in more.items() if key not in own}
+    with pytest.raises(openai.APIError) as refused:
+        list(client.completions.create(**given, extra_body=others))
+    assert refused.value.param == param
+
+
+def test_official_errors_of_other_routes_name_the_parameter(client, server):
+    def chat(content="x", **more):
+        messages = [{"role": "user", "content": content}]
+        client.chat.completions.create(model="tiny", messages=messages, **more)
+
+    def embed(**more):
+        client.embeddings.create(**{"model": "tiny", "input": "x", **more})
+
+    for call, given, param in (
+        (chat, {"content": "x " * 5000}, "messages"),
+        (chat, {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages"),
+        (chat, {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        (chat, {"top_logprobs": 3}, "top_logprobs"),
+        (embed, {"input": [[]]}, "input"),
+        (embed, {"input": [2**40]}, "input"),
+        (embed, {"extra_body": {"pooling": "most"}}, "pooling"),
+        (client.models.retrieve, {"model": "gpt-5"}, "model"),
+    ):
+        with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as refused:
+            call(**given)
+        assert refused.value.param == param, given
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "king", "content": "x"}]}, "messages"),
+        ("/apply-template", {"messages": [{"role": "user"}]}, "messages"),
+        ("/detokenize", {"tokens": [2**40]}, "tokens"),
+        ("/fill-mask", {"inputs": "x"}, "model"),
+        ("/classify", {"input": "x"}, "model"),
+    ):
+        assert server.http.post(path, json=body).json()["error"]["param"] == param, path
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,12 @@ def test_weights_without_configuration(tmp_path: Path) -> None:
     for path in (adapter, adapter / "adapter_model.safetensors"):
         with pytest.raises(UsageError, match=r"holds an adapter .* merge it into its base model"):
             resolve(path)
+    whole = folder(adapter, tensors())
+    with pytest.raises(UsageError, match=r"a model and an adapter .* give the path .*/lora/model"):
+        resolve(whole)
+    assert resolve(whole / "model.safetensors").spec.n_layers == 3  # the base model is meant
+    (whole / "adapter_model.safetensors").unlink()  # what merging leaves behind
+    assert resolve(whole).spec.n_layers == 3
     spec_file = toml(
         tmp_path / "mine.toml",
         """family = "llama"

@@ -11,6 +11,7 @@ from nbflow_kernels.attention.variants import with_position
 from nbflow_kernels.kv_cache.formats import split_names
 from nbflow_kernels.kv_cache.reference import decode, decode_nvfp4
 from nbflow_kernels.position.reference import alibi_slopes, rotate_pairs
+from nbflow_kernels.quantized_matmul.reference import int8_values
 
 
 def single_prefill_with_kv_cache(
@@ -18,6 +19,13 @@ def single_prefill_with_kv_cache(
 ) -> Any:
     """See `nbflow_kernels.single_prefill_with_kv_cache`; the result is float64."""
     return attend(q, k, v, **options)
+
+
+def attend_with_int8_scores(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> Any:
+    """Return `attend` of queries rounded to int8, in blocks of 32, after the factor of scores."""
+    factor = np.float32(options.pop("sm_scale", None) or 1 / np.sqrt(q.shape[-1]))
+    rounded = int8_values((q.astype(np.float32) * factor).reshape(-1, q.shape[-1]))
+    return attend(rounded.reshape(q.shape), k, v, sm_scale=1.0, **options)
 
 
 def attend(

@@ -31,6 +31,7 @@ Numba does not unroll loops over tuples, and a tile must stay in registers; so e
 `lane_sums(tile)`                             the sums of the lanes of 16 vectors, as one vector
 `lane_magnitudes(tile)`                       the largest magnitudes of 16 vectors, as one vector
 `add_pairs(total, a, b)`                      the products of a step on pairs, for vectors
+`unit_columns(like)` `unit_bytes(like)`       columns of a row that `step_lanes` adds, their bytes
 `load_widened(like, at)`                      16 weights in the lanes of a simd vector, float32
 `transpose(like, at, row_bytes, to)`          copy 16 rows x 16 columns, columns first
 `transpose_f32(..., to, distance)`            the same, widened, to four addresses
@@ -48,6 +49,9 @@ int16      16 float16, widened                      the same
 uint16     16 bfloat16, widened                     the same
 int32      16 pairs of bfloat16; activations too    two columns: the product of the odd one is
                                                     added, then that of the even one, both fused
+int8       a block of a float16 scale and 32 int8,  `step` and `step_lanes` only.  In `step` a block
+           widened to 32 float32                    is two groups, and blocks are `group` bytes
+                                                    apart; `step_lanes` adds the 32 columns of a row
 =========  =======================================  ================================================
 
 The order of the two products is that of ``vdpbf16ps``, which is used where the processor has it; it
@@ -57,6 +61,7 @@ flushes denormal numbers to zero, the generic code does not.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import llvmlite.binding
@@ -67,7 +72,7 @@ from numba.core.datamodel import models
 from nbflow_kernels.cpu import interpreter, llvm
 from nbflow_kernels.cpu.float16 import emit_narrow_bf16, emit_widen
 from nbflow_kernels.cpu.isa import features
-from nbflow_kernels.cpu.llvm import F32, I16, I32, I64, LANES
+from nbflow_kernels.cpu.llvm import F32, I8, I16, I32, I64, LANES
 from nbflow_kernels.cpu.simd import f32x16, i32x16
 from nbflow_kernels.cpu.simd_memory import (
     emit_reductions,
@@ -130,17 +135,63 @@ def has_wide_registers() -> bool:
     return "avx512f" in features()
 
 
+BLOCK_BYTES = 34
+"""Bytes of a block of a float16 scale and 32 int8."""
+
+
 def _tile(groups: Any, tokens: Any) -> FloatTile:
     if not isinstance(groups, types.IntegerLiteral) or not isinstance(tokens, types.IntegerLiteral):
         raise errors.RequireLiteralValue("register_tiles: groups and tokens must be literals")
     return FloatTile(groups.literal_value, tokens.literal_value)
 
 
+def _element(like: Any) -> Any:
+    return like.dtype if isinstance(like, types.Array) else like
+
+
 def _unit(like: Any) -> tuple[Any, str | None]:
-    kind = like.dtype if isinstance(like, types.Array) else like
+    kind = _element(like)
     if kind not in _UNITS:
         raise errors.TypingError(f"register_tiles: wanted a type of {list(_UNITS)}, got {like}")
     return _UNITS[kind]
+
+
+def _reader(like: Any) -> Any:
+    """Return the emitter of the weights of a unit at an address, as vectors of 16."""
+    if _element(like) == types.int8:
+        return _emit_block
+    stored, how = _unit(like)
+    return lambda builder, address: [
+        emit_widen(builder, llvm.load(builder, address, llvm.vector(stored)), how)
+    ]
+
+
+def _emit_block(builder: Any, address: Any) -> Iterator[Any]:
+    """Emit, one vector after the other, the numbers of a block of a float16 scale and 32 int8.
+
+    The products have 19 bits, which float32 holds.
+    """
+    # a broadcast load: see `simd.splat_f16`
+    scale = emit_widen(builder, llvm.splat(builder, llvm.load(builder, address, I16)))
+    for i in range(2):
+        at = llvm.offset(builder, address, 2 + LANES * i)
+        codes = builder.sext(llvm.load(builder, at, llvm.vector(I8)), i32x16.llvm)
+        yield builder.fmul(scale, builder.sitofp(codes, f32x16.llvm))
+
+
+@intrinsic
+def unit_columns(typing_context, like):
+    """Return the columns that `step_lanes` adds, a constant of the machine code."""
+    n = 2 * LANES if _element(like) == types.int8 else LANES
+    return types.int64(like), lambda *_: ir.Constant(I64, n)
+
+
+@intrinsic
+def unit_bytes(typing_context, like):
+    """Return the bytes of the columns that `step_lanes` adds, a constant of the machine code."""
+    is_block = _element(like) == types.int8
+    n = BLOCK_BYTES if is_block else LANES * _element(like).bitwidth // 8
+    return types.int64(like), lambda *_: ir.Constant(I64, n)
 
 
 # ---- tiles ----------------------------------------------------------------------------------
@@ -261,16 +312,21 @@ def step(typing_context, tile, like, w, group, x, token):
 
     See the table of units above for `like`.
     """
-    stored, how = _unit(like)
-    multiply = _pair_step if stored is I32 else _float_step
+    read, multiply = _reader(like), _pair_step if _element(like) == types.int32 else _float_step
+    n = 2 if _element(like) == types.int8 else 1
+    if tile.groups % n:
+        raise errors.TypingError(
+            f"register_tiles.step: wanted an even number of groups, got {tile}"
+        )
 
     def codegen(context, builder, signature, args):
         w, group, x, token = (llvm.int64(context, builder, signature, args, i) for i in range(2, 6))
         at = [llvm.element(builder, x, token, t) for t in range(tile.tokens)]
         value = args[0]
         for r in range(tile.groups):
-            address = llvm.element(builder, w, group, r)
-            weights = emit_widen(builder, llvm.load(builder, address, llvm.vector(stored)), how)
+            if r % n == 0:
+                vectors = iter(read(builder, llvm.element(builder, w, group, r // n)))
+            weights = next(vectors)
             for t in range(tile.tokens):
                 i = t * tile.groups + r
                 total = multiply(builder, builder.extract_value(value, i), weights, at[t])
@@ -319,17 +375,20 @@ def load_widened(typing_context, like, at):
 def step_lanes(typing_context, tile, like, w, row, x, token):
     """Add 16 columns, lane by lane: weights at ``w + row * r``, activations at ``x + token * t``.
 
-    A group of the tile is a row here; `like` is not of pairs.
+    A group of the tile is a row here; `like` is not of pairs.  A block adds its 32 columns.
     """
-    stored, how = _unit(like)
+    read = _reader(like)
 
     def codegen(context, builder, signature, args):
-        operands = [llvm.int64(context, builder, signature, args, i) for i in range(2, 6)]
-
-        def read(address, element):
-            return llvm.load(builder, address, llvm.vector(element, LANES))
-
-        return _emit_step_lanes(builder, tile, args[0], stored, how, operands, read)
+        w, row, x, token = (llvm.int64(context, builder, signature, args, i) for i in range(2, 6))
+        rows = [read(builder, llvm.element(builder, w, row, r)) for r in range(tile.groups)]
+        value = args[0]
+        for i, weights in enumerate(zip(*rows, strict=True)):
+            start = llvm.offset(builder, x, 64 * i)
+            at = (llvm.element(builder, start, token, t) for t in range(tile.tokens))
+            xs = (llvm.load(builder, address, f32x16.llvm) for address in at)
+            value = _emit_step_lanes(builder, tile, value, weights, xs)
+        return value
 
     return tile(tile, like, w, row, x, token), codegen
 
@@ -343,35 +402,26 @@ def step_first(typing_context, tile, like, w, row, x, token, n):
         operands = [llvm.int64(context, builder, signature, args, i) for i in range(2, 6)]
         mask = first_lanes(context, builder, args[6], signature.args[6])
 
-        def read(address, element):
+        def read(address, stride, i, element):
             vector = llvm.vector(element, LANES)
-            pointer = builder.inttoptr(address, ir.PointerType(vector))
+            pointer = llvm.pointer(builder, llvm.element(builder, address, stride, i), vector)
             return masked_load(builder, pointer, mask, ir.Constant(vector, None))
 
-        return _emit_step_lanes(builder, tile, args[0], stored, how, operands, read)
+        w, row, x, token = operands
+        rows = [read(w, row, r, stored) for r in range(tile.groups)]
+        weights = [emit_widen(builder, bits, how) for bits in rows]
+        xs = (read(x, token, t, F32) for t in range(tile.tokens))
+        return _emit_step_lanes(builder, tile, args[0], weights, xs)
 
     return tile(tile, like, w, row, x, token, n), codegen
 
 
-def _emit_step_lanes(
-    builder: Any,
-    tile: FloatTile,
-    value: Any,
-    stored: Any,
-    how: str | None,
-    operands: Any,
-    read: Any,
-) -> Any:
-    w, row, x, token = operands
-    weights = []
-    for r in range(tile.groups):
-        address = llvm.element(builder, w, row, r)
-        weights.append(emit_widen(builder, read(address, stored), how))
-    for t in range(tile.tokens):
-        xs = read(llvm.element(builder, x, token, t), F32)
+def _emit_step_lanes(builder, tile, value, weights, xs):
+    """Emit the products of 16 columns of each row with those of each token, added to a tile."""
+    for t, lanes in enumerate(xs):
         for r in range(tile.groups):
             i = t * tile.groups + r
-            total = llvm.fma(builder, weights[r], xs, builder.extract_value(value, i))
+            total = llvm.fma(builder, weights[r], lanes, builder.extract_value(value, i))
             value = builder.insert_value(value, total, i)
     return value
 

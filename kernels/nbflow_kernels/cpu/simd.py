@@ -12,8 +12,6 @@ bounds check: the public functions check shapes before a kernel runs.
 `load_f32(addr)`                    16 float32
 `load_f16(addr)`                    16 float16, widened to float32
 `load_bf16(addr)`                   16 bfloat16, widened to float32
-`load_as(like, addr)`               16 elements of the type of `like`, widened to float32
-`size_of(like)` (scalar)            bytes of the scalar `like`
 `load_u8(addr)` / `load_i8(addr)`   16 bytes, zero- or sign-extended to int32
 `load_i32(addr)`                    16 int32
 `store_f32(addr, v)`                write 16 float32
@@ -101,34 +99,6 @@ def _make_load(name: str, stored: Any, result: Vector, widen: str | None) -> Any
 
     load.__name__ = name
     return intrinsic(load)
-
-
-@intrinsic
-def load_as(typing_context, like, addr):
-    """Load 16 elements of the type of the scalar `like`, widened to float32.
-
-    int16 holds the bits of float16, uint16 those of bfloat16.
-    """
-    kinds = {types.float32: load_f32, types.int16: load_f16, types.uint16: load_bf16}
-    load = kinds.get(like)
-    if load is None:
-        raise errors.TypingError(f"simd.load_as: wanted float32, int16 or uint16, got {like}")
-    _, generate = load._defn(typing_context, addr)
-
-    def codegen(context, builder, signature, args):
-        return generate(context, builder, f32x16(signature.args[1]), args[1:])
-
-    return f32x16(like, addr), codegen
-
-
-@intrinsic
-def size_of(typing_context, like):
-    """Return the bytes of the scalar `like`, a constant of the machine code."""
-
-    def codegen(context, builder, signature, args):
-        return ir.Constant(I64, like.bitwidth // 8)
-
-    return types.int64(like), codegen
 
 
 load_f32 = _make_load("load_f32", F32, f32x16, None)

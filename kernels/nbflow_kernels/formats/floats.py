@@ -13,7 +13,6 @@ Both 16-bit types round to nearest even.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +132,7 @@ def interleave(rows: ReadRows, n_rows: int, n_columns: int, dtype: np.dtype[Any]
     """
     padded = -(-n_columns // COLUMNS) * COLUMNS
     shape = (-(-n_rows // ROWS), padded, ROWS)
-    out = huge_pages.zeros(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+    out = huge_pages.zeros_array(shape, dtype)
 
     def read_and_interleave(start: int, stop: int) -> None:
         groups = out[start // ROWS : -(-stop // ROWS)]

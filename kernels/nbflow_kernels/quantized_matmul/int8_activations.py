@@ -12,15 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.cpu import jit, simd, simd_int8
+from nbflow_kernels.cpu import jit, simd
+from nbflow_kernels.cpu.int8_blocks import quantize_block
 from nbflow_kernels.cpu.parallel_for import parallel_for
 from nbflow_kernels.cpu.simd_memory import allocate, release, write_f32, write_i64
 
 COLUMNS = 32  # columns that share a scale
 PADDING = 256  # columns are padded to a multiple: of the block of every format
 ROWS = 8  # rows are padded to the longest register tile, which then needs no masks
-
-TINY = np.float32(2.0**-100)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +104,6 @@ def _quantize(x, codes, scales, sums, half_sums, start, stop):
     for i in range(0, 4 * COLUMNS, 8):
         write_i64(tail + i, 0)
     n_columns = x.shape[1]
-    magnitude = simd.splat_i32(0x7FFFFFFF)
-    least, most = simd.splat(-127.0), simd.splat(127.0)
     for row in range(start, stop):
         to = simd.address(codes) + row * codes.strides[0]
         for b in range((n_columns + COLUMNS - 1) // COLUMNS):
@@ -115,27 +112,7 @@ def _quantize(x, codes, scales, sums, half_sums, start, stop):
                 for i in range(n_columns - COLUMNS * b):
                     write_f32(tail + 4 * i, x[row, COLUMNS * b + i])
                 at = tail
-            low, high = simd.load_f32(at), simd.load_f32(at + 64)
-            sizes = simd.maximum(
-                simd.as_f32(simd.and_(simd.as_i32(low), magnitude)),
-                simd.as_f32(simd.and_(simd.as_i32(high), magnitude)),
-            )
-            largest = simd.max(sizes)
-            # 0, or NaN if a column is NaN or infinite
-            broken = simd.sum(simd.add(simd.sub(low, low), simd.sub(high, high)))
-            inverse = np.float32(0)
-            scale = broken
-            if largest >= TINY and broken == 0:
-                inverse = np.float32(127) / largest
-                scale = largest / np.float32(127)
-            factor = simd.splat(inverse)
-            low = simd.rint(simd.mul(low, factor))
-            high = simd.rint(simd.mul(high, factor))
-            low = simd.minimum(simd.maximum(low, least), most)  # a NaN too becomes an int
-            high = simd.minimum(simd.maximum(high, least), most)
-            simd_int8.store_narrow(to + COLUMNS * b, simd.to_i32(low))
-            simd_int8.store_narrow(to + COLUMNS * b + 16, simd.to_i32(high))
-            first, second = np.int32(simd.sum(low)), np.int32(simd.sum(high))
+            scale, first, second = quantize_block(at, to + COLUMNS * b)
             scales[row, b] = scale
             sums[row, b] = first + second
             half_sums[row, 2 * b], half_sums[row, 2 * b + 1] = first, second

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -110,8 +111,9 @@ class _Linker:
             out.param_bytes = at + p.size
         out.shared = [v for v in self.module.variables.values() if v.space == "shared"]
         self.copy(self.entry, "", {}, "")
-        used = {name for ins in out.code for a in ins.args for name in _names(a)}
-        out.shared = [v for v in out.shared if v.name in used]
+        if out.shared:
+            used = {name for ins in out.code for a in ins.args for name in _names(a)}
+            out.shared = [v for v in out.shared if v.name in used]
         for ins, label in self.pending:
             ins.target = self.labels[label]
         for name, names in self.tables.items():
@@ -155,7 +157,9 @@ class _Linker:
     ) -> None:
         if len(self.out.code) > _MAX_INSTRUCTIONS:
             raise UnsupportedInstruction(f"more than {_MAX_INSTRUCTIONS} instructions once inlined")
-        guard = ins.guard and (Reg(prefix + ins.guard[0].name), ins.guard[1])
+        guard = ins.guard
+        if guard and prefix:
+            guard = Reg(prefix + guard[0].name), guard[1]
         if ins.opcode == "bra":
             assert isinstance(ins.args[0], Sym)
             self.branch(replace(ins, guard=guard), prefix + ins.args[0].name)
@@ -163,13 +167,14 @@ class _Linker:
         if ins.opcode == "ret" and done:
             self.branch(replace(ins, op=("bra", "uni"), args=(Sym(done),), guard=guard), done)
             return
-        args = tuple(_rename(a, prefix, names) for a in ins.args)
+        args = tuple([_rename(a, prefix, names) for a in ins.args])
         if ins.opcode == "brx":
             args = (args[0], Sym(prefix + getattr(ins.args[1], "name", "")))
         if ins.opcode == "call" and (callee := self.callee(ins)) is not None:
             self.inline(callee, replace(ins, args=args, guard=guard))
             return
-        self.out.code.append(replace(ins, args=args, guard=guard))
+        same = not prefix and all(map(is_, args, ins.args))
+        self.out.code.append(ins if same else replace(ins, args=args, guard=guard))
 
     def branch(self, ins: Instruction, label: str) -> None:
         """Append a branch to a label that may come later."""
@@ -233,19 +238,23 @@ def _names(a: Operand) -> set[str]:
 
 
 def _rename(a: Operand, prefix: str, names: dict[str, str]) -> Operand:
-    """Give the registers and variables of an operand the names of this copy."""
+    """Give an operand's registers and variables this copy's names; return it if none changes."""
     if isinstance(a, Reg):
-        return Reg(prefix + a.name)
+        return Reg(prefix + a.name) if prefix else a
     if isinstance(a, Sym):
-        return Sym(names.get(a.name, a.name), a.offset)
+        name = names.get(a.name, a.name)
+        return a if name == a.name else Sym(name, a.offset)
     if isinstance(a, Not):
-        return Not(Reg(prefix + a.reg.name))
+        return Not(Reg(prefix + a.reg.name)) if prefix else a
     if isinstance(a, Addr):
         base = _rename(a.base, prefix, names)
         assert not isinstance(base, (Vec, Pair, Not))
-        return Addr(base, a.offset)  # type: ignore[arg-type]
+        return a if base is a.base else Addr(base, a.offset)  # type: ignore[arg-type]
     if isinstance(a, Vec):
-        return Vec(tuple(_rename(x, prefix, names) for x in a.items))
+        items = tuple([_rename(x, prefix, names) for x in a.items])
+        return a if all(map(is_, items, a.items)) else Vec(items)
     if isinstance(a, Pair):
+        if not prefix:
+            return a
         return Pair(_rename(a.first, prefix, names), _rename(a.second, prefix, names))
     return a

@@ -40,6 +40,7 @@ _DIRECTIVE = re.compile(
     r"\.(version|target|address_size|file|loc|section|pragma|alias)\b([^\n;{]*)"
 )
 _FUNCTION = re.compile(r"((?:\.(?:visible|extern|weak|common)\s+)*)\.(entry|func)\b")
+_SOURCE_LINE = re.compile(r"\s*(\d+)\s+(\d+)")
 _LABEL = re.compile(rf"({_NAME})\s*:(?!:)")
 _GUARD = re.compile(rf"@(!?)\s*({_NAME})\s+(.*)", re.S)
 _OPCODE = re.compile(r"([a-z][\w.:]*)\s*(.*)", re.S)
@@ -238,25 +239,26 @@ class _Body:
             pos = self.p.latest = self.p.skip_space(pos)
             if pos >= len(text):
                 raise self.p.fail(len(text) - 1, f"function {self.f.name} has no closing brace")
-            if text[pos] == "{":
+            first = text[pos]
+            if first == "{":
                 self.n_scopes += 1
                 self.scopes.append({})
                 pos += 1
-            elif text[pos] == "}":
+            elif first == "}":
                 self.scopes.pop()
                 self.known.clear()
                 pos += 1
                 if not self.scopes:
                     self.resolve()
                     return pos
-            elif m := _DIRECTIVE.match(text, pos):
-                if m.group(1) == "loc" and (loc := re.match(r"\s*(\d+)\s+(\d+)", m.group(2))):
+            elif first == "." and (m := _DIRECTIVE.match(text, pos)):
+                if m.group(1) == "loc" and (loc := _SOURCE_LINE.match(m.group(2))):
                     if int(loc.group(2)):  # line 0: no source line; the latest one stays
                         self.source = int(loc.group(1)), int(loc.group(2))
                     pos = self.p.find("\n", m.end() - 1)
                 else:
                     pos = self.p.directive(m)
-            elif (m := _LABEL.match(text, pos)) and text[pos] != ".":
+            elif m := _LABEL.match(text, pos):
                 pos = self.label(m)
             else:
                 end = self.p.find(";", pos)
@@ -291,15 +293,15 @@ class _Body:
     def statement(self, text: str, pos: int) -> None:
         if not text:
             return
-        if m := _REGISTERS.match(text):
+        if not text.startswith("."):
+            self.instruction(text, pos)
+        elif m := _REGISTERS.match(text):
             self.registers(m, pos)
-        elif text.startswith("."):
+        else:
             v = parse_variable(text)
             if v is None:
                 raise self.p.fail(pos, f"unknown declaration {_short(text)!r}")
             self.f.variables.append(replace(v, name=self.declare(v.name)))
-        else:
-            self.instruction(text, pos)
 
     def registers(self, m: re.Match[str], pos: int) -> None:
         if m.group(1) not in TYPES:
@@ -316,7 +318,7 @@ class _Body:
 
     def instruction(self, text: str, pos: int) -> None:
         ins = Instruction((), (), " ".join(text.split()), self.p.line(pos), source=self.source)
-        if g := _GUARD.match(text):
+        if text[0] == "@" and (g := _GUARD.match(text)):
             name = self.lookup(g.group(2))
             if name is None:
                 raise self.p.fail(pos, f"undeclared predicate {g.group(2)}")
@@ -334,7 +336,7 @@ class _Body:
                 for a in names
             )
         else:
-            ins.args = tuple(self.operand(a, pos) for a in split_operands(m.group(2)))
+            ins.args = tuple([self.operand(a, pos) for a in split_operands(m.group(2))])
         self.f.code.append(ins)
 
     def operand(self, text: str, pos: int) -> Operand:

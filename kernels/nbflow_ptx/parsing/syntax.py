@@ -130,7 +130,7 @@ class Instruction:
 
     def has(self, *qualifiers: str) -> bool:
         """Return whether any of the qualifiers is present."""
-        return any(q in self.op for q in qualifiers)
+        return not set(self.op).isdisjoint(qualifiers)
 
     def one_of(self, *qualifiers: str) -> str:
         """Return the first of the qualifiers that is present, or an empty string."""

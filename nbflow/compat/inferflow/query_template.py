@@ -117,9 +117,9 @@ def fill(
 ) -> Parts:
     """Fill a template with a conversation.
 
-    That is an optional system message, then user and assistant messages in turn; a last message of
-    the assistant is the start of the response.  With `needs_query`, a template without a query is
-    refused.
+    That is an optional message of the system (or developer), then user and assistant messages in
+    turn; a last message of the assistant is the start of the response.  With `needs_query`, a
+    template without a query is refused.
     """
     if needs_query and not is_template(template):
         raise UsageError(f"{where}: must contain {{query}}")
@@ -168,7 +168,7 @@ def _own_text(parts: Parts, text: str, tokenizer: Tokenizer) -> None:
 
 def _turns(messages: list[dict[str, Any]], where: str) -> tuple[str, list[tuple[str, str]]]:
     """Return the system message, and query and answer of each turn."""
-    roles = [message["role"] for message in messages]
+    roles = [{"developer": "system"}.get(m["role"], m["role"]) for m in messages]
     first = int(roles[0] == "system")
     rest = roles[first:]
     usual = [("user", "assistant")[i % 2] for i in range(len(rest))]

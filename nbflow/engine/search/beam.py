@@ -36,12 +36,14 @@ class BeamSearch:
         check_range("beam", "num_beams", self.num_beams, 1, 4096)
         if not 1 <= self.n <= self.num_beams:
             raise UsageError(
-                f"n must be in 1..num_beams, 1..{self.num_beams}, got {self.n}; use more beams"
+                f"n must be in 1..num_beams, 1..{self.num_beams}, got {self.n}; use more beams",
+                "n",
             )
         check_range("beam", "length_penalty", self.length_penalty, -100.0, 100.0)
         if self.early_stopping not in (True, False, "never"):
             raise UsageError(
-                f'early_stopping must be True, False or "never", got {self.early_stopping!r}'
+                f'early_stopping must be True, False or "never", got {self.early_stopping!r}',
+                "early_stopping",
             )
 
     @property

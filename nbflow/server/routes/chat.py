@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from nbflow.server.errors import errors_of
 from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.logprobs import for_chat, of_prompt
 from nbflow.server.requests import build_requests
@@ -29,8 +30,9 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
     template = own_template(body.chat_template, state)
 
     def prepare() -> tuple[list[int], list[GenerationRequest]]:
-        ids, decoder_ids = served.turn_ids(body.messages, template, **body.variables())
-        continues = body.continue_final_message or served.continues(body.messages, template)
+        with errors_of("messages"):
+            ids, decoder_ids = served.turn_ids(body.messages, template, **body.variables())
+            continues = body.continue_final_message or served.continues(body.messages, template)
         return ids, build_requests(
             served, body, [ids], limit, state.config.limits, continues_text=continues,
             decoder_ids=decoder_ids,

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from nbflow.engine.classify import classification, classification_requests, head_of
 from nbflow.engine.request import Request as EngineRequest
-from nbflow.server.errors import ApiError, json_response
+from nbflow.server.errors import ApiError, errors_of, json_response
 from nbflow.server.routes.evaluation import evaluate
 from nbflow.server.schemas import Body, Text, split_texts
 from nbflow.server.state import State
@@ -37,7 +37,8 @@ class ClassifyBody(Body):
 async def classify(body: ClassifyBody, request: Request, state: State) -> Response:
     """Label texts."""
     served = state.models.find(body.model)
-    head_of(served.model)
+    with errors_of("model"):
+        head_of(served.model)
     texts = split_texts(body.input)
     pairs = [body.text_pair] if isinstance(body.text_pair, str) else body.text_pair
     if pairs is not None and len(pairs) != len(texts):
@@ -56,7 +57,8 @@ async def classify(body: ClassifyBody, request: Request, state: State) -> Respon
                 if isinstance(part, str):
                     served.check_size(part, "input")
             given = text if pairs is None else (str(text), pairs[i])
-            found += classification_requests(served.model, [given])
+            with errors_of("input"):
+                found += classification_requests(served.model, [given])
         return found
 
     requests = await evaluate(served, prepare, len(texts), request, state, "input", body.user)

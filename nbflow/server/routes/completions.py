@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from nbflow.engine.request import Request as EngineRequest
 from nbflow.engine.request import TopLogprobs
-from nbflow.server.errors import ApiError
+from nbflow.server.errors import ApiError, errors_of
 from nbflow.server.generation_request import GenerationRequest
 from nbflow.server.logprobs import CompletionLogprobs, of_prompt
 from nbflow.server.requests import build_requests, check_number
@@ -61,7 +61,8 @@ def prompt_ids(
     for prompt in prompts:
         check_wanted()
         if isinstance(prompt, str):
-            prompt = served.model.tokenizer.prompt_ids(prompt, add_special_tokens)
+            with errors_of(param):
+                prompt = served.model.tokenizer.prompt_ids(prompt, add_special_tokens)
         found.append(prompt)
     return found
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nbflow.engine.request import Request as EngineRequest
-from nbflow.server.errors import ApiError, json_response
+from nbflow.server.errors import ApiError, errors_of, json_response
 from nbflow.server.routes.completions import prompt_ids
 from nbflow.server.routes.evaluation import evaluate
 from nbflow.server.schemas import EmbeddingBody, split_texts
@@ -36,7 +36,8 @@ async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Res
 
     def prepare() -> list[EngineRequest]:
         ids = prompt_ids(served, texts, body.add_special_tokens, "input")
-        return served.model.embedding_requests(ids, pooling=pooling, normalize=body.normalize)
+        with errors_of("input"):
+            return served.model.embedding_requests(ids, pooling=pooling, normalize=body.normalize)
 
     requests = await evaluate(served, prepare, len(texts), request, state, "input", body.user)
     n_tokens = sum(len(text.prompt) for text in requests)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from nbflow.engine.fill_mask import check_fills, fillings, mask_request, masked_ids
 from nbflow.engine.request import Request as EngineRequest
-from nbflow.server.errors import ApiError, json_response
+from nbflow.server.errors import ApiError, errors_of, json_response
 from nbflow.server.routes.evaluation import evaluate
 from nbflow.server.schemas import Body
 from nbflow.server.state import State
@@ -49,15 +49,17 @@ async def fill_mask(body: FillMaskBody, request: Request, state: State) -> Respo
     """
     served = state.models.find(body.model)
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-    check_fills(served.model)
+    with errors_of("model"):
+        check_fills(served.model)
 
     def prepare() -> list[EngineRequest]:
         found = []
         for text in texts:
             check_wanted()
             served.check_size(text, "inputs")
-            ids = masked_ids(served.model.tokenizer, text, served.options.encoder_template)
-            found.append(mask_request(served.model, ids, body.parameters.top_k))
+            with errors_of("inputs", {None: "inputs", "top_k": "parameters.top_k"}.get):
+                ids = masked_ids(served.model.tokenizer, text, served.options.encoder_template)
+                found.append(mask_request(served.model, ids, body.parameters.top_k))
         size = sum(len(one.masked) * len(one.prompt) for one in found) * body.parameters.top_k
         most = state.config.limits.logprobs
         if size > most:
@@ -65,7 +67,7 @@ async def fill_mask(body: FillMaskBody, request: Request, state: State) -> Respo
                 400,
                 f"the texts with each token in place would have {size:,} tokens, and at most "
                 f"{most:,} are returned (limits.logprobs); ask for a smaller top_k",
-                param="parameters",
+                param="parameters.top_k",
             )
         return found
 

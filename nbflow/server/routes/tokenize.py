@@ -8,9 +8,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nbflow.server.bounds import MIN_PROMPT_BYTES
-from nbflow.server.errors import ApiError, json_response
+from nbflow.server.errors import ApiError, errors_of, json_response
 from nbflow.server.long_json import long_response
 from nbflow.server.schemas import DetokenizeBody, TemplateBody, TokenizeBody
+from nbflow.server.served_model import ServedModel
 from nbflow.server.state import ServerState, State
 
 router = APIRouter(tags=["tokens"])
@@ -23,18 +24,8 @@ async def tokenize(body: TokenizeBody, request: Request, state: State) -> Respon
     template = own_template(body.chat_template, state)
 
     def answer() -> Response:
-        if body.messages is not None:
-            ids = served.chat_ids(
-                body.messages,
-                template,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                parse_special=body.parse_special,
-                **body.chat_template_kwargs,
-            )
-        else:
-            text = served.check_size(body.prompt or "", "prompt")
-            ids = served.model.tokenizer.encode(text, body.add_special_tokens, body.parse_special)
+        with errors_of("prompt" if body.messages is None else "messages"):
+            ids = _ids(served, body, template)
         found: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": served.model.spec.max_context,
@@ -47,6 +38,21 @@ async def tokenize(body: TokenizeBody, request: Request, state: State) -> Respon
     return await state.workers.run_for(request.receive, answer)
 
 
+def _ids(served: ServedModel, body: TokenizeBody, template: str | None) -> list[int]:
+    """Return the token ids of a body's text or conversation."""
+    if body.messages is None:
+        text = served.check_size(body.prompt or "", "prompt")
+        return served.model.tokenizer.encode(text, body.add_special_tokens, body.parse_special)
+    return served.chat_ids(
+        body.messages,
+        template,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        parse_special=body.parse_special,
+        **body.chat_template_kwargs,
+    )
+
+
 @router.post("/detokenize", summary="Turn token ids into text")
 async def detokenize(body: DetokenizeBody, request: Request, state: State) -> Response:
     """Turn token ids into text."""
@@ -56,20 +62,24 @@ async def detokenize(body: DetokenizeBody, request: Request, state: State) -> Re
         raise ApiError(
             400, f"tokens may have at most {most:,} ids, got {len(body.tokens):,}", param="tokens"
         )
-    text = await state.workers.run_for(request.receive, served.model.tokenizer.decode, body.tokens)
+    with errors_of("tokens"):
+        text = await state.workers.run_for(
+            request.receive, served.model.tokenizer.decode, body.tokens
+        )
     return json_response({"prompt": text})
 
 
 @router.post("/apply-template", summary="Put a conversation into the model's template")
 async def apply_template(body: TemplateBody, request: Request, state: State) -> Response:
     """Put a conversation into the model's template."""
-    text = await state.workers.run_for(
-        request.receive,
-        state.models.find(body.model).chat_text,
-        body.messages,
-        own_template(body.chat_template, state),
-        **body.variables(),
-    )
+    with errors_of("messages"):
+        text = await state.workers.run_for(
+            request.receive,
+            state.models.find(body.model).chat_text,
+            body.messages,
+            own_template(body.chat_template, state),
+            **body.variables(),
+        )
     return json_response({"prompt": text})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ Each has ``NAMED`` (templates by name), ``is_template(text)`` and
 _MARK = "\U0010ffff"  # a noncharacter that breaks up special tokens spelled out by users
 _END = "\U0010fffe"
 """Noncharacter at the end of a message to be continued, where the prompt is cut."""
+_DEVELOPER = re.compile(r"""(['"])developer\1""")
+"""The role in a Jinja template that knows it; in others it is `system`, its older name."""
 _GUARDED = ("system", "user", "tool", "developer", "function", "ipython", "documents")
 
 
@@ -95,7 +98,8 @@ def format_chat(
     tokenizer : Tokenizer
         Its chat template and special tokens are used.
     messages : sequence of mapping
-        Each with "role" and "content", see `nbflow.tokenization.chat.check_messages`.
+        Each with "role" and "content", see `nbflow.tokenization.chat.check_messages`.  The role
+        "developer" is "system" for a template that does not name it.
     template : str, optional
         A name of the model's own templates or of `nbflow.tokenization.chat.named_templates`, or the
         text of a template: Jinja, or Inferflow's language.  By default the model's own, which is
@@ -240,6 +244,8 @@ def _fill(
         return str(filled.shown), filled.items
     from nbflow.tokenization.chat.sandbox import render  # late: most runs need no template
 
+    if not _DEVELOPER.search(text):
+        messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
     tools, documents = given.tools, given.documents
     variables = {
         **tokenizer.named_tokens,

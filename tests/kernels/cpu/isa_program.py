@@ -60,21 +60,44 @@ def conversions() -> None:
     assert np.isnan((pairs[::2][np.isnan(floats)].astype(np.uint32) << 16).view(np.float32)).all()
 
 
-def products() -> dict[str, str]:
-    """Return digests of products with int8 activations."""
+INT8 = {
+    # 8-bit codes, whose products 16-bit sums do not hold: GEMV, GEMV of several rows, GEMM; pairs
+    "generic": (("q8_0", 1), ("q8_0", 5), ("q8_0", 20), ("q3h", 1), ("q3_k", 9)),  # scales in codes
+    "avx2": (("q8_0", 1), ("q8_0", 20), ("q3h", 1), ("q2t", 1), ("q3t", 1)),  # bit streams
+}
+"""Formats and numbers of rows of the products with int8 activations, by processor."""
+
+
+def products(processor: str) -> dict[str, str]:
+    """Return digests of products on one of the processors of `INT8`."""
+    digests = {f"{name} {n}": _digest(_int8(name, n)) for name, n in INT8[processor]}
+    return digests | (float_products() if processor == "avx2" else {})
+
+
+def _int8(name: str, n_rows: int) -> np.ndarray:
     rng = np.random.default_rng(7)
-    digests = {}
-    # 8-bit codes, whose products 16-bit sums do not hold; pairs, with a base; bit streams
-    for name, sizes in (("q8_0", (1, 20)), ("q3h", (1,)), ("q2t", (1,)), ("q3t", (1,))):
-        w = rng.standard_normal((35, 96), dtype=np.float32)
-        w[0] = 9.0  # every code and every activation at its limit
-        quantized = nk.quantize(w, name, quantizer="reference")
-        for n_rows in sizes:
-            x = rng.standard_normal((n_rows, 96), dtype=np.float32)
-            x[0] = -3.0
-            y = nk.qmatmul(x, quantized, activations="int8")
-            digests[f"{name} {n_rows}"] = hashlib.sha256(y.tobytes()).hexdigest()
-    return digests
+    w = rng.standard_normal((35, 288), dtype=np.float32)
+    x = rng.standard_normal((n_rows, 288), dtype=np.float32)
+    w[0], x[0] = 9.0, -3.0  # every code and every activation at its limit
+    return nk.qmatmul(x, nk.quantize(w, name, quantizer="reference"), activations="int8")
+
+
+def float_products() -> dict[str, str]:
+    """Return digests of products in register tiles, which are half as wide without AVX-512."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((9, 203), dtype=np.float32)
+    w = rng.standard_normal((18, 203), dtype=np.float32)
+    half, q4 = (nk.quantize(w, name, quantizer="reference") for name in ("f16", "q4"))
+    found = {
+        "f16": nk.qmatmul(x, half), "f16 GEMV": nk.qmatmul(x[:1], half),
+        "f16 in bfloat16": nk.qmatmul(x, half, activations="bf16"),
+        "q4": nk.qmatmul(x, q4), "f32": nk.matmul(x, w),
+    }  # fmt: skip
+    return {name: _digest(y) for name, y in found.items()}
+
+
+def _digest(y: np.ndarray) -> str:
+    return hashlib.sha256(y.tobytes()).hexdigest()
 
 
 def arm_instructions() -> int:
@@ -103,5 +126,10 @@ def _for_arm(text: str) -> str:
 if __name__ == "__main__":
     conversions()
     plain = "sse2" not in isa.features()
-    results = arm_instructions() if plain else products()
-    json.dump({"features": sorted(isa.features()), "results": results}, sys.stdout)
+    report = {
+        "features": sorted(isa.features()),
+        "wide_registers": register_tiles.has_wide_registers(),
+        "results": products("generic" if plain else "avx2"),
+        "fused_on_arm": arm_instructions() if plain else 0,
+    }
+    json.dump(report, sys.stdout)

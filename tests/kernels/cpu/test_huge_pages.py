@@ -1,4 +1,4 @@
-"""Huge-page memory of weights: placement, sharing and release."""
+"""Huge-page memory of weights and caches: placement, sharing and release."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nbflow.distributed.device import HOST
+from nbflow.kv_cache.storage import KVStorage
+from nbflow.spec.layer_specs import HeadShape
 from nbflow_kernels.cpu import huge_pages
 from nbflow_kernels.cpu.huge_pages import ALIGNMENT, CHUNK, LEAST, PAGE, zeros
 from nbflow_kernels.quantizers import quantize
@@ -94,8 +97,18 @@ def test_memory_goes_with_the_last_array():
 
 
 def test_no_memory_is_said():
-    with pytest.raises(MemoryError, match="bytes for weights"):
+    with pytest.raises(MemoryError, match=f"cannot allocate {1 << 60} bytes"):
         zeros(1 << 60)
+
+
+@HUGE_PAGES
+def test_keys_and_values_lie_in_it():
+    storage = KVStorage([0, 1], 64, HeadShape(4, 64, 64), "f16", HOST)
+    storage.ensure(40)
+    for keys, values in storage.layers.values():
+        for pages in (keys, values):
+            assert (pages.shape, pages.dtype, pages.any()) == ((40, 4, 64, 64), np.float16, False)
+            assert " hg" in mapping(pages.ctypes.data + pages.nbytes // 2)[2]
 
 
 def test_weights_lie_in_it():

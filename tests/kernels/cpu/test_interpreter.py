@@ -79,6 +79,7 @@ def _assert_same(found: np.ndarray, wanted: np.ndarray) -> None:
         "narrow",
         "double",
         "accumulators",
+        "columns",
     ],
 )
 def test_fallbacks_give_the_same_bits(name: str, seed: int) -> None:
@@ -164,13 +165,14 @@ def test_fallbacks_read_packed_weights_to_the_bit(name: str, rng: np.random.Gene
     _assert_same(outs[1], outs[0])
 
 
-def test_fallbacks_load_as_the_type_of_a_scalar() -> None:
-    b = kernels.operands(1, memory.f32_to_bf16)[2]
-    outs = np.zeros((2, 192), np.uint8)
+def test_fallbacks_read_blocks_by_the_type_of_a_scalar() -> None:
+    inputs = kernels.operands(1, memory.f32_to_bf16)
+    f, b = inputs[0].ctypes.data, inputs[2].ctypes.data
+    outs = np.zeros((2, 640), np.uint8)
     for run, out in zip(
-        (kernels.use_load_as, kernels.stepped(kernels.use_load_as)), outs, strict=True
+        (kernels.use_blocks, kernels.stepped(kernels.use_blocks)), outs, strict=True
     ):
-        run(np.float32(0), np.int16(0), np.uint16(0), b.ctypes.data, out.ctypes.data)
+        run(np.int8(0), np.int16(0), f, b, out.ctypes.data)
     _assert_same(outs[1], outs[0])
 
 

@@ -98,6 +98,34 @@ def test_pair_steps_add_the_odd_product_first(
 
 
 @njit
+def _blocks(like: Any, w: Any, x: Any, outer: Any, inner: Any) -> None:
+    at, unit = simd.address(w), register_tiles.unit_bytes(like)
+    tile = register_tiles.step(register_tiles.zero(4, 3), like, at, unit, simd.address(x), 4)
+    register_tiles.store(simd.address(outer), tile)
+    tile = register_tiles.zero(2, 3)
+    for k in range(2):
+        tile = register_tiles.step_lanes(
+            tile, like, at + k * unit, w.strides[0], simd.address(x) + 128 * k, x.strides[0]
+        )
+    register_tiles.store(simd.address(inner), tile)
+
+
+def test_steps_on_blocks_of_int8(rng: np.random.Generator) -> None:
+    codes, x = rng.integers(-8, 9, (2, 2, 32)).astype(np.int8), _whole(rng, 3, 64)
+    scales = np.array([[1, -2], [0.5, 2.0**-20]], np.float16)
+    w = np.concatenate([scales[..., None].view(np.uint8), codes.view(np.uint8)], -1)
+    outer, inner = np.full((3, 4, 16), NAN, np.float32), np.full((3, 2, 16), NAN, np.float32)
+    _blocks(np.int8(0), w.reshape(2, 68), x, outer, inner)
+    wide = (scales[..., None].astype(np.float32) * codes).reshape(2, 4, 16)
+    np.testing.assert_array_equal(outer, x[0, :3, None, None] * wide[0])
+    want = np.zeros((3, 2, 16), np.float32)  # in order: the second row's sums are rounded
+    for k in range(4):
+        products = wide[:, k].astype(np.float64) * x[:, None, 16 * k : 16 * k + 16]
+        want = (want + products).astype(np.float32)
+    np.testing.assert_array_equal(inner, want)
+
+
+@njit
 def _lanes(w: Any, x: Any, out: Any) -> None:
     tile = register_tiles.zero(4, 4)
     for k in range(0, w.shape[1], 16):

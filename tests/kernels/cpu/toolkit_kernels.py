@@ -16,6 +16,7 @@ from nbflow_kernels.cpu import (
     atomics,
     jit,
     register_tiles,
+    register_tiles_columns,
     register_tiles_int8,
     register_tiles_lower,
     register_tiles_sums,
@@ -82,10 +83,14 @@ def use_simd(f, i, b, out):  # type: ignore[no-untyped-def]
 
 
 @jit.kernel
-def use_load_as(single, half, brain, b, out):  # type: ignore[no-untyped-def]
-    simd.store_f32(out, simd.load_as(single, b + 192 + simd.size_of(half)))
-    simd.store_f32(out + 64, simd.load_as(half, b + 192 + simd.size_of(single)))
-    simd.store_f32(out + 128, simd.load_as(brain, b + 192 + simd.size_of(brain)))
+def use_blocks(blocks, halves, f, b, out):  # type: ignore[no-untyped-def]
+    unit = register_tiles.unit_bytes(blocks)
+    columns = simd.splat(register_tiles.unit_columns(blocks) + register_tiles.unit_columns(halves))
+    simd.store_f32(out, columns)
+    simd.store_f32(out + 64, simd.splat(unit + register_tiles.unit_bytes(halves)))
+    tile = register_tiles.step(register_tiles.zero(2, 4), blocks, b + 192, unit, f + 640, 4)
+    tile = register_tiles.step_lanes(tile, blocks, b + 192, 40, f + 640, 128)
+    register_tiles.store(out + 128, tile)
 
 
 @jit.kernel
@@ -230,6 +235,17 @@ def use_tiles_lower(f, i, b, out):  # type: ignore[no-untyped-def]
     register_tiles.store(out, tile)
     tile = register_tiles_lower.add_lower(register_tiles.load(2, 3, f + 192), f + 640, 20, f + 704)
     register_tiles.store(out + 384, tile)
+
+
+@jit.kernel
+def use_columns(f, i, b, out):  # type: ignore[no-untyped-def]
+    for j in range(16):
+        simd_memory.write_i64(out + 8 * j, b + 34 * j)
+    tile = register_tiles_columns.load_columns(out, 5)
+    for j in range(16):  # addresses differ between runs
+        simd_memory.write_i64(out + 8 * j, j)
+    register_tiles.store(out + 128, tile)
+    simd.store_i32(out + 640, register_tiles_columns.dot_columns(tile, i, b + 1024))
 
 
 @jit.kernel

@@ -10,7 +10,7 @@ An item may also have rows of several requests with a common prefix: the item wa
 keys with all rows, then over each request's own keys with its rows.
 
 Everything is addressed by raw pointers, because array arguments multiply the compile time.  Each
-query vector has a state record of 64 bytes at ``state + 64 * m``, with the offsets below.  The same
+query vector has a state record of 64 bytes at ``state + 64 * m`` (`online_softmax`).  The same
 algorithm in plain, single-steppable loops is `nbflow_kernels.attention.loops`.
 """
 
@@ -21,6 +21,7 @@ import math
 import numpy as np
 
 from nbflow_kernels.attention import plan_layout as at
+from nbflow_kernels.attention.cpu.chunk_products import accumulate_pv, qk_scores
 from nbflow_kernels.attention.cpu.head_rows import (
     SCALE_TABLES,
     TABLE,
@@ -32,8 +33,18 @@ from nbflow_kernels.attention.cpu.head_rows import (
     unpack_keys,
     unpack_values,
 )
+from nbflow_kernels.attention.cpu.int8_scores import quantize_query
 from nbflow_kernels.attention.cpu.online_softmax import (
+    FIRST,
+    HIGH,
+    LAST,
+    LOW,
     MASKED,
+    RESCALE,
+    ROW_MAX,
+    ROW_SUM,
+    RUN_MAX,
+    RUN_SUM,
     SCORE_BYTES,
     STATE_BYTES,
     apply_mask,
@@ -42,22 +53,12 @@ from nbflow_kernels.attention.cpu.online_softmax import (
     exp_weights,
     mask_ends,
     merge_partial,
-    pv_1x1,
-    pv_1x4,
-    pv_4x1,
-    pv_4x4,
-    pv_8x1,
-    qk_1x16,
-    qk_4xn,
-    qk_8xn,
     soft_cap,
     unmasked_scores,
 )
 from nbflow_kernels.attention.plan_layout import CHUNK
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.atomics import call_hook
-from nbflow_kernels.cpu.register_tiles import has_wide_registers
-from nbflow_kernels.cpu.register_tiles_sums import half_lanes
 from nbflow_kernels.cpu.simd_memory import (
     allocate,
     read_f32,
@@ -72,133 +73,9 @@ from nbflow_kernels.kv_cache.cpu_codec import F32, copy_floats
 from nbflow_kernels.position.cpu import rotate_halves
 
 LOG2_E = 1.4426950408889634
-WIDE = has_wide_registers()
-"""Tiles of 16 vectors fit into the registers."""
-
-# State of a query vector: running maximum and sum of the softmax, factor of the accumulator in this
-# chunk, maximum and sum of earlier splits; visible keys in this chunk and in all.
-ROW_MAX, ROW_SUM, RESCALE, RUN_MAX, RUN_SUM = 0, 4, 8, 12, 16
-FIRST, LAST, LOW, HIGH = 24, 32, 40, 48  # a range hook writes LAST next to FIRST
 
 
-# ---- one chunk of keys --------------------------------------------------------------------------
-
-
-@jit.device_function
-def qk_scores(like, M, q, row_bytes, table, state, s, scratch, ahead, n_prefetch):
-    """Compute Q K^T of a chunk."""
-    m, n, half = np.int64(0), n_prefetch, half_lanes()
-    while m < M:
-        q_m, scores, records = q + m * row_bytes, s + m * SCORE_BYTES, state + STATE_BYTES * m
-        if m + 4 > M:
-            first, last = read_i64(records + FIRST), read_i64(records + LAST)
-            begin = first // 16 * 16 if first < last else last  # an empty range may lie behind
-            for j in range(begin, last, 16):
-                keys, next_keys, count = table + 8 * j, ahead + 8 * j, min(last - j, 16)
-                qk_1x16(like, q_m, row_bytes, keys, count, scratch, scores + 4 * j, next_keys, n)
-            m, n = m + 1, np.int64(0)
-            continue
-        rows = np.int64(8 if WIDE and m + 8 <= M else 4)
-        first, last = visible_to_any(records, rows)
-        i = first // 4 * 4
-        scores, keys, next_keys = scores + 4 * i, table + 8 * i, ahead + 8 * i
-        if WIDE and rows == 8:
-            qk_8xn(like, q_m, row_bytes, keys, last - i, half, scores, next_keys, n)
-        else:
-            qk_4xn(like, q_m, row_bytes, keys, last - i, half, scores, next_keys, n)
-        m, n = m + rows, np.int64(0)
-
-
-@jit.device_function
-def visible_to_any(records, rows):
-    """Return the range of keys of a chunk that covers those visible to some query vectors."""
-    first, last = read_i64(records + FIRST), read_i64(records + LAST)
-    for i in range(1, rows):
-        first = min(first, read_i64(records + STATE_BYTES * i + FIRST))
-        last = max(last, read_i64(records + STATE_BYTES * i + LAST))
-    return first, min(last, CHUNK)  # an empty range may lie behind the chunk
-
-
-@jit.device_function
-def visible_to_all(records):
-    """Return the range of keys of a chunk that are visible to all of four query vectors."""
-    first, last = read_i64(records + FIRST), read_i64(records + LAST)
-    for i in range(1, 4):
-        first = max(first, read_i64(records + STATE_BYTES * i + FIRST))
-        last = min(last, read_i64(records + STATE_BYTES * i + LAST))
-    return first, max(first, last)
-
-
-@jit.device_function
-def accumulate_pv(like, M, acc, row_bytes, state, s, values, ahead, n_prefetch):
-    """Accumulate P V of a chunk.
-
-    Four query vectors share the keys visible to all of them; the other keys are added per vector.
-    """
-    m = np.int64(0)
-    while m < M:
-        sums, records, weights = acc + m * row_bytes, state + STATE_BYTES * m, s + m * SCORE_BYTES
-        n = n_prefetch if m == 0 else 0
-        if m + 4 > M:
-            first, last = read_i64(records + FIRST), read_i64(records + LAST)
-            pv_row(like, sums, row_bytes, records, weights, values, first, last, ahead, n)
-            m += 1
-            continue
-        low, high = visible_to_all(records)
-        if low > 0:
-            begin = np.int64(0)
-            pv_ends(like, sums, row_bytes, records, weights, values, begin, low, ahead)
-        pv_four_rows(like, sums, row_bytes, records, weights, values, low, high, ahead, n)
-        if high < CHUNK:
-            end = np.int64(CHUNK)
-            pv_ends(like, sums, row_bytes, records, weights, values, high, end, ahead)
-        m += 4
-
-
-@jit.device_function
-def pv_ends(like, acc, row_bytes, records, p, values, first, last, ahead):
-    """Accumulate P V of four query vectors, each over its visible keys in [first, last)."""
-    for i in range(4):
-        record = records + STATE_BYTES * i
-        begin, end = max(read_i64(record + FIRST), first), min(read_i64(record + LAST), last)
-        scores, none = p + i * SCORE_BYTES, np.int64(0)  # a literal would compile `pv_row` twice
-        pv_row(
-            like, acc + i * row_bytes, row_bytes, record, scores, values, begin, end, ahead, none
-        )
-
-
-@jit.device_function
-def pv_row(like, acc, row_bytes, record, p, values, first, last, ahead, n_prefetch):
-    """Rescale one accumulator and add values [first, last) times the weights at `p`."""
-    if first >= last:
-        return
-    rescale, d, n = record + RESCALE, np.int64(0), n_prefetch
-    while d + 512 <= row_bytes:
-        pv_8x1(like, acc, row_bytes, rescale, STATE_BYTES, p, values, first, last, d, ahead, n)
-        d, n = d + 512, 0
-    while d + 256 <= row_bytes:
-        pv_4x1(like, acc, row_bytes, rescale, STATE_BYTES, p, values, first, last, d, ahead, n)
-        d, n = d + 256, 0
-    while d < row_bytes:
-        pv_1x1(like, acc, row_bytes, rescale, STATE_BYTES, p, values, first, last, d, ahead, n)
-        d, n = d + 64, 0
-    write_f32(rescale, 1.0)
-
-
-@jit.device_function
-def pv_four_rows(like, acc, row_bytes, records, p, values, first, last, ahead, n_prefetch):
-    """Rescale four accumulators and add values [first, last) times their weights."""
-    if first >= last:
-        return
-    rescale, d, n = records + RESCALE, np.int64(0), n_prefetch
-    while WIDE and d + 256 <= row_bytes:
-        pv_4x4(like, acc, row_bytes, rescale, STATE_BYTES, p, values, first, last, d, ahead, n)
-        d, n = d + 256, 0
-    while d < row_bytes:
-        pv_1x4(like, acc, row_bytes, rescale, STATE_BYTES, p, values, first, last, d, ahead, n)
-        d, n = d + 64, 0
-    for i in range(4):
-        write_f32(rescale + STATE_BYTES * i, 1.0)
+# ---- softmax of a chunk --------------------------------------------------------------------------
 
 
 @jit.device_function
@@ -295,7 +172,9 @@ def exp_rows(M, s, state):
 
 
 @jit.device_function
-def load_queries(header, pack, q, q_row_bytes, M, group, row, head, position, target, padded):
+def load_queries(
+    header, like, pack, q, q_row_bytes, M, group, row, head, position, target, padded
+):  # fmt: skip
     """Load a tile's query vectors times their factors, rotated if the plan has RoPE."""
     D, rope = read_word(header, at.DIM_QK), read_word(header, at.ROPE)
     factors = read_word(header, at.SCORE_FACTORS)
@@ -306,6 +185,7 @@ def load_queries(header, pack, q, q_row_bytes, M, group, row, head, position, ta
         copy_floats(F32, vector, D, read_f32(factors + 4 * h), place, padded)
         if pack is not None and rope != 0:  # with RoPE, keys are copied
             rotate_halves(place, rope + 4 * D * max(position + m // group, 0), D // 2)
+        quantize_query(like, place, 4 * padded)
 
 
 @jit.device_function
@@ -513,8 +393,9 @@ def flash_attention(
         border = (begin // split + 1) * split
         M, tile, shared_pass = (end_row - row) * group, np.int64(0), shared > 0
         load_queries(
-            header, k_pack, q, q_row_bytes, M, group, row, head, first_position, q_tile, wide_qk
-        )
+            header, k_like, k_pack, q, q_row_bytes, M, group, row, head, first_position, q_tile,
+            wide_qk,
+        )  # fmt: skip
         reset_state(M, acc, vo_bytes, state)
         visible_ranges(header, request, row, end_row, group, state)
         while row < end_row:  # shared keys with all rows, then each request's own keys

@@ -194,10 +194,10 @@ def unpack_values(source, kind, pack, table, first, last, n, target):
 
 @jit.device_function
 def pad_table(table, first, last):
-    """Fill addresses next to [first, last), which tiles of four keys may read."""
+    """Fill addresses next to [first, last), which tiles of four or sixteen keys may read."""
     for j in range(first // 4 * 4, first):
         write_i64(table + 8 * j, read_word(table, first))
-    for j in range(last, (last + 3) // 4 * 4):
+    for j in range(last, (last + 15) // 16 * 16):
         write_i64(table + 8 * j, read_i64(table + 8 * (last - 1)))
     for j in range(first // 16 * 16, first):
         write_i64(table + 8 * j, read_word(table, first))

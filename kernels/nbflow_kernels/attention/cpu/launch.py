@@ -2,7 +2,8 @@
 
 The kernel is compiled for each pair of key and value readers: float16, bfloat16 or float32 in
 place; float32 rows converted from floats (head sizes that are not multiples of 16, fused RoPE, keys
-stored before RoPE); and float32 rows decoded from block formats.
+stored before RoPE); float32 rows decoded from block formats; and blocks of int8 in place, for few
+query vectors.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import numpy as np
 
 from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu.flash_attention import flash_attention
+from nbflow_kernels.attention.cpu.int8_scores import MAX_DIM
 from nbflow_kernels.attention.cpu.merge import merge_splits
 from nbflow_kernels.attention.cpu.variants import set_variant
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.cpu.parallel_for import parallel_for
+from nbflow_kernels.cpu.register_tiles import BLOCK_BYTES, has_wide_registers
+from nbflow_kernels.cpu.register_tiles_columns import has_byte_products
 from nbflow_kernels.cpu.simd_memory import address_of
+from nbflow_kernels.kv_cache import cpu_codec as codec
 from nbflow_kernels.kv_cache.cpu_codec import BF16, F16, F32, FIRST_BLOCK_KIND
 from nbflow_kernels.kv_cache.page_table import strides
 
@@ -28,6 +33,14 @@ __all__ = ["attend", "attend_variant", "latent_attention", "merge_splits"]
 _FLOAT32: Any = np.float32(0)
 _BLOCKS: Any = np.uint8(0)
 _TILES: dict[int, Any] = {F32: _FLOAT32, F16: np.int16(0), BF16: np.uint16(0)}
+_INT8_BLOCKS: Any = np.int8(0)
+_INT8_PRODUCTS: Any = np.uint32(0)
+_INT8_KINDS = {
+    kind
+    for kind, layout in enumerate(codec.LAYOUTS)
+    if layout[codec.MODE] == codec.SIGNED and layout[codec.BLOCK_BYTES] == BLOCK_BYTES
+}
+"""Formats whose blocks register tiles read in place: a float16 scale and 32 int8."""
 # From this many query vectors on, float32 rows that cross cache lines are copied to aligned rows.
 PACK_FROM = 8
 
@@ -41,6 +54,7 @@ def attend(
     lse: np.ndarray | None,
     kinds: tuple[int, int] | None = None,
     extras: bool = False,
+    int8_scores: bool = False,
 ) -> None:
     """Process all work items: final results go to `out` and `lse`, partial ones to the plan.
 
@@ -48,12 +62,17 @@ def attend(
     `v_cache` have the plan's `kv_layout` and a contiguous last axis; `kinds` are their formats
     (`nbflow_kernels.kv_cache.cpu_codec.KINDS`), from their dtypes by default; `out` (nnz, H, D) and
     `lse` (nnz, H) are contiguous.  `extras` takes the general kernel for what a later call sets in
-    the plan's header, e.g. sinks.
+    the plan's header, e.g. sinks.  `int8_scores` multiplies int8 queries and keys of formats with a
+    float16 scale and 32 int8 per block (`int8_scores.py`); elsewhere, and where `has_int8_scores`
+    says no, it changes nothing.
     """
     if kinds is None:
         kinds = _float_kind(k_cache), _float_kind(v_cache)
     cache = _cache_addresses(plan, k_cache, v_cache)
-    _launch(plan, _readers(plan, kinds, *cache), q, cache, out, lse, extras)
+    readers = _readers(plan, kinds, *cache)
+    if int8_scores and has_int8_scores(plan, kinds[0]):
+        readers[0] = (_INT8_BLOCKS, _INT8_PRODUCTS, kinds[0], None)
+    _launch(plan, readers, q, cache, out, lse, extras)
 
 
 def _launch(
@@ -91,6 +110,8 @@ def _readers(
     copied = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
     readers = list[tuple[Any, ...]]()
     changed = plan.table(at.KEY_ROPE) is not None, False  # keys need float32 copies
+    if not packed and not changed[0] and _reads_blocks(plan, kinds):
+        return [(_INT8_BLOCKS, _INT8_BLOCKS, kind, None) for kind in kinds]
     starts = zip(kinds, (k, v), (steps[:4], steps[4:]), changed, strict=True)
     for kind, start, each, is_changed in starts:
         if packed or is_changed or kind not in _TILES:
@@ -101,6 +122,27 @@ def _readers(
         # only float32 rows are copied as they are: without the code to copy, less is compiled
         readers.append((_TILES[kind], _TILES[kind], kind, bool(pack) if kind == F32 else None))
     return readers
+
+
+def has_int8_scores(plan: AttentionPlan, kind: int) -> bool:
+    """Return whether keys of a format can be multiplied as int8 in a plan.
+
+    Head sizes are multiples of 32 up to 256, keys are not changed as they are read, and the
+    processor multiplies bytes (AVX-512 VNNI).
+    """
+    changed = any(plan.table(field) is not None for field in (at.ROPE, at.KEY_ROPE))
+    dim = plan.heads[2]
+    fits = kind in _INT8_KINDS and dim % 32 == 0 and dim <= MAX_DIM
+    return fits and not changed and has_byte_products()
+
+
+def _reads_blocks(plan: AttentionPlan, kinds: tuple[int, int]) -> bool:
+    """Return whether keys and values are blocks of int8 that tiles read in place.
+
+    For more than eight query vectors they are decoded once for all.
+    """
+    fits = has_wide_registers() and plan.header[at.MAX_VECTORS] <= PACK_FROM
+    return fits and {*kinds} <= _INT8_KINDS and not any(dim % 32 for dim in plan.heads[2:])
 
 
 def attend_variant(

@@ -1,7 +1,8 @@
 """Register-tile kernels of CPU attention: Q K^T, online softmax, P V.
 
 All functions work on raw addresses.  `like` is a scalar whose type tells how keys and values are
-stored (float32, int16 for float16 bits, uint16 for bfloat16 bits); a kernel is compiled for each.
+stored (float32, int16 for float16 bits, uint16 for bfloat16 bits, int8 for blocks of a scale and 32
+int8); a kernel is compiled for each.
 `keys` and `values` are tables of row addresses of a chunk, `ahead` is that of the next chunk, of
 whose rows `n_prefetch` bytes are prefetched row by row: more at once would delay loads of this
 chunk.
@@ -27,7 +28,11 @@ MASKED = np.float32(-1e30)
 SCORE_BYTES = 4 * CHUNK
 """Bytes of the scores of a query vector."""
 STATE_BYTES = 64
-"""Bytes of the state of a query vector, see `flash_attention`."""
+"""Bytes of the state of a query vector."""
+# Its fields: running maximum and sum of the softmax, factor of the accumulator in this chunk,
+# maximum and sum of earlier splits; visible keys in this chunk and in all.
+ROW_MAX, ROW_SUM, RESCALE, RUN_MAX, RUN_SUM = 0, 4, 8, 12, 16
+FIRST, LAST, LOW, HIGH = 24, 32, 40, 48  # a range hook writes LAST next to FIRST
 
 
 @jit.device_function
@@ -47,7 +52,7 @@ def _make_qk(rows: int) -> Any:
     @jit.device_function
     def qk(like, q, row_bytes, keys, n, half, s, ahead, n_prefetch):
         """Write the dot products of the query vectors and `n` keys, four keys at a time."""
-        unit = 16 * simd.size_of(like)
+        unit, columns = register_tiles.unit_bytes(like), 4 * register_tiles.unit_columns(like)
         for j in range(0, n, 4):
             for i in range(j, j + 4):
                 prefetch_row(ahead, i, n_prefetch)
@@ -55,13 +60,13 @@ def _make_qk(rows: int) -> Any:
             k, x, distance = read_i64(keys), q, read_i64(keys + 8) - read_i64(keys)
             while x < q + row_bytes:
                 tile = register_tiles.step_lanes(tile, like, k, distance, x, row_bytes)
-                k, x = k + unit, x + 64
+                k, x = k + unit, x + columns
             first = fold_lanes(tile, half)
             tile = register_tiles.zero(2, rows)
             k, x, distance = read_i64(keys + 16), q, read_i64(keys + 24) - read_i64(keys + 16)
             while x < q + row_bytes:
                 tile = register_tiles.step_lanes(tile, like, k, distance, x, row_bytes)
-                k, x = k + unit, x + 64
+                k, x = k + unit, x + columns
             store_sums(s + 4 * j, SCORE_BYTES, first, fold_lanes(tile, half))
             keys += 32
 
@@ -77,21 +82,21 @@ def qk_1x16(like, q, row_bytes, keys, n, scratch, s, ahead, n_prefetch):
 
     Keys are read row by row, at the bandwidth of a sequential read; `scratch` holds 16 vectors.
     """
-    size = simd.size_of(like)
+    unit, columns = register_tiles.unit_bytes(like), 4 * register_tiles.unit_columns(like)
     for j in range(n):
         prefetch_row(ahead, j, n_prefetch)
-        key = read_i64(keys + 8 * j)
-        a, d = simd.splat(0.0), np.int64(0)
-        while d + 256 <= row_bytes:
-            a = simd.fma(simd.load_f32(q + d), simd.load_as(like, key), a)
-            a = simd.fma(simd.load_f32(q + d + 64), simd.load_as(like, key + 16 * size), a)
-            a = simd.fma(simd.load_f32(q + d + 128), simd.load_as(like, key + 32 * size), a)
-            a = simd.fma(simd.load_f32(q + d + 192), simd.load_as(like, key + 48 * size), a)
-            d, key = d + 256, key + 64 * size
-        while d < row_bytes:
-            a = simd.fma(simd.load_f32(q + d), simd.load_as(like, key), a)
-            d, key = d + 64, key + 16 * size
-        simd.store_f32(scratch + 64 * j, a)
+        key, x, end = read_i64(keys + 8 * j), q, q + row_bytes
+        a = register_tiles.zero(1, 1)
+        while x + 4 * columns <= end:
+            a = register_tiles.step_lanes(a, like, key, 0, x, 0)
+            a = register_tiles.step_lanes(a, like, key + unit, 0, x + columns, 0)
+            a = register_tiles.step_lanes(a, like, key + 2 * unit, 0, x + 2 * columns, 0)
+            a = register_tiles.step_lanes(a, like, key + 3 * unit, 0, x + 3 * columns, 0)
+            key, x = key + 4 * unit, x + 4 * columns
+        while x < end:
+            a = register_tiles.step_lanes(a, like, key, 0, x, 0)
+            key, x = key + unit, x + columns
+        register_tiles.store(scratch + 64 * j, a)
     simd.store_f32(s, register_tiles.lane_sums(register_tiles.load(1, 16, scratch)))
 
 
@@ -108,14 +113,14 @@ def _make_pv(vectors: int, rows: int) -> Any:
         Strides: `row_bytes` of accumulators at `acc`, `step` of their factors at `rescale`,
         `SCORE_BYTES` of their weights at `p`; `d` is the byte offset of the first column.
         """
-        size = simd.size_of(like)
-        column = (d >> 2) * size
+        unit = register_tiles.unit_bytes(like)
+        column = (d >> 2) // register_tiles.unit_columns(like) * unit
         tile = register_tiles.load_strided(vectors, rows, acc + d, row_bytes)
         tile = register_tiles.scale(tile, rescale, step)
         for j in range(first, last):
             prefetch_row(ahead, j, n_prefetch)
             value = read_i64(values + 8 * j) + column
-            tile = register_tiles.step(tile, like, value, 16 * size, p + 4 * j, SCORE_BYTES)
+            tile = register_tiles.step(tile, like, value, unit, p + 4 * j, SCORE_BYTES)
         register_tiles.store_strided(acc + d, row_bytes, tile)
 
     return pv
@@ -123,6 +128,7 @@ def _make_pv(vectors: int, rows: int) -> Any:
 
 pv_4x4, pv_1x4 = _make_pv(4, 4), _make_pv(1, 4)
 pv_8x1, pv_4x1, pv_1x1 = _make_pv(8, 1), _make_pv(4, 1), _make_pv(1, 1)
+pv_2x8, pv_2x4, pv_2x1 = _make_pv(2, 8), _make_pv(2, 4), _make_pv(2, 1)
 
 
 # ---- softmax -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu import launch
 from nbflow_kernels.attention.cpu.scheduler import schedule
 from nbflow_kernels.attention.plan import AttentionPlan
@@ -22,7 +23,10 @@ _PAGE = 16
 
 
 def attention_tasks(
-    kinds: tuple[int, int], dims: tuple[int, int], has_extras: bool = False
+    kinds: tuple[int, int],
+    dims: tuple[int, int],
+    has_extras: bool = False,
+    int8_scores: bool = False,
 ) -> list[Task]:
     """Return the compilations that the cache lacks: attention, its schedule, the cache's rows.
 
@@ -34,25 +38,36 @@ def attention_tasks(
         Head sizes of keys and values.
     has_extras : bool
         Whether the plans of the model have extras (`nbflow_kernels.attention.cpu.launch`).
+    int8_scores : bool
+        Whether scores are computed with int8 queries where keys are int8, see there.
     """
     tables: Any = (types.int64[::1], *4 * (types.int32[::1],), types.int64)
-    attention, append = _attention(kinds, dims, has_extras), _append(kinds, dims)
-    made = (
-        missing_kernel(attention.kernel, signature_of(attention)),
-        missing_kernel(schedule, tables),
-        missing_kernel(append.kernel, signature_of(append)),
-    )
+    calls = [_attention(kinds, dims, has_extras, int8_scores, n) for n in (1, at.TILE_VECTORS)]
+    calls.append(_append(kinds, dims))
+    wanted = {(call.kernel, signature_of(call)): None for call in calls} | {
+        (schedule, tables): None
+    }
+    made = (missing_kernel(*each) for each in wanted)
     return [task for task in made if task is not None]
 
 
-def _attention(kinds: tuple[int, int], dims: tuple[int, int], has_extras: bool) -> GraphNode:
-    """Return the launch of a model's attention kernel, which is not made."""
+def _attention(
+    kinds: tuple[int, int],
+    dims: tuple[int, int],
+    has_extras: bool,
+    int8_scores: bool,
+    n_vectors: int,
+) -> GraphNode:
+    """Return the launch of a model's attention kernel, which is not made.
+
+    `n_vectors` are query vectors of an item, many in prompts.
+    """
     plan = AttentionPlan((1, 1, *dims), _PAGE, logits_soft_cap=float(has_extras))
-    plan.n_shares = 1
+    plan.n_shares, plan.header[at.MAX_VECTORS] = 1, n_vectors
     q, out = (np.zeros((1, 1, d), np.float32) for d in dims)
     keys, values = _caches(dims)
     with capture() as seen:
-        launch.attend(plan, q, keys, values, out, None, kinds)
+        launch.attend(plan, q, keys, values, out, None, kinds, int8_scores=int8_scores)
     (call,) = seen.calls
     return call
 

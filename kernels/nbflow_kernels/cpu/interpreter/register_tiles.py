@@ -23,6 +23,24 @@ def _widened(like: Any, stored: Vector) -> Vector:
     return stored
 
 
+def _vectors(like: Any, at: Any) -> list[Vector]:
+    """Return the weights of a unit: 16, or the 32 of a block."""
+    if like.dtype != np.int8:
+        return [_widened(like, read(at, like.dtype, LANES))]
+    codes = read(at + 2, np.int8, 2 * LANES).astype(np.float32)
+    return list((codes * read(at, np.float16, 1).astype(np.float32)).reshape(2, LANES))
+
+
+def unit_columns(like: Any) -> int:
+    """Return the columns that `step_lanes` adds."""
+    return 2 * LANES if like.dtype == np.int8 else LANES
+
+
+def unit_bytes(like: Any) -> int:
+    """Return the bytes of the columns that `step_lanes` adds."""
+    return 2 + 2 * LANES if like.dtype == np.int8 else LANES * int(like.dtype.itemsize)
+
+
 def zero(groups: int, tokens: int) -> FloatTile:
     """Return a tile of zeros."""
     return np.zeros((tokens, groups, LANES), np.float32)
@@ -64,8 +82,8 @@ def add(a: FloatTile, b: FloatTile) -> FloatTile:
 def step(tile: FloatTile, like: Vector, w: Any, group: Any, x: Any, token: Any) -> FloatTile:
     """Add the products of one unit."""
     tokens, groups, _ = tile.shape
-    pairs = like.dtype == np.int32
-    weights = [read(w + group * r, like.dtype, LANES) for r in range(groups)]
+    pairs, n = like.dtype == np.int32, unit_columns(like) // LANES
+    weights = [v for r in range(groups // n) for v in _vectors(like, w + group * r)]
     new = np.empty_like(tile)
     for t in range(tokens):
         unit = read(x + token * t, np.int32 if pairs else np.float32, 1).repeat(LANES)
@@ -73,7 +91,7 @@ def step(tile: FloatTile, like: Vector, w: Any, group: Any, x: Any, token: Any) 
             if pairs:
                 new[t, r] = add_pairs(tile[t, r], weights[r], unit)
             else:
-                new[t, r] = simd.fma(_widened(like, weights[r]), unit, tile[t, r])
+                new[t, r] = simd.fma(weights[r], unit, tile[t, r])
     return new
 
 
@@ -89,7 +107,14 @@ def step_chains(tile: FloatTile, like: Vector, w: Any, x: Any, token: Any) -> Fl
 
 def step_lanes(tile: FloatTile, like: Vector, w: Any, row: Any, x: Any, token: Any) -> FloatTile:
     """Add 16 columns, lane by lane; a group is a row."""
-    return step_first(tile, like, w, row, x, token, LANES)
+    tokens, rows, _ = tile.shape
+    for i, vectors in enumerate(
+        zip(*(_vectors(like, w + row * r) for r in range(rows)), strict=True)
+    ):
+        xs = [read(x + token * t + 64 * i, np.float32, LANES) for t in range(tokens)]
+        new = [simd.fma(v, xs[t], tile[t, r]) for t in range(tokens) for r, v in enumerate(vectors)]
+        tile = np.stack(new).reshape(tile.shape)
+    return tile
 
 
 def step_first(

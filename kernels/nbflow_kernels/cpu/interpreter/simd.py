@@ -32,16 +32,6 @@ def load_bf16(addr: Any) -> Vector:
     return bf16_to_f32(read(addr, np.uint16, LANES))
 
 
-def load_as(like: Any, addr: Any) -> Vector:
-    """Return 16 elements of the type of `like`, widened; int16 is float16, uint16 bfloat16."""
-    return {"f4": load_f32, "i2": load_f16, "u2": load_bf16}[like.dtype.str[1:]](addr)
-
-
-def size_of(like):
-    """Return the bytes of the scalar `like`."""
-    return int(like.itemsize)
-
-
 def load_i32(addr: Any) -> Vector:
     """Return 16 int32."""
     return read(addr, np.int32, LANES)
