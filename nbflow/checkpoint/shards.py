@@ -25,7 +25,8 @@ _CODE_NAMES = (
     "_blocks", ".qweight", ".weight_packed", "__nf4", "__fp4", ".weight_scale", ".W_q", "_qdata",
 )  # fmt: skip
 """Types and names of tensors whose values need those of other tensors."""
-_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+"""Suffixes of weight files."""
 
 
 def find_in_folder(folder: Path) -> Path:
@@ -36,7 +37,7 @@ def find_in_folder(folder: Path) -> Path:
             refuse_embedded_adapter(str(folder), names, f"give the path {folder / name}")
             return folder / name
     refuse_adapter(folder)
-    weights = sorted(p.name for p in folder.glob("*") if p.suffix in _SUFFIXES)
+    weights = sorted(p.name for p in folder.glob("*") if p.suffix in SUFFIXES)
     found = f"; to read a file of it, name the file: {', '.join(weights[:8])}" if weights else ""
     raise UsageError(
         f"{folder}: the folder must hold {NAMES[1]} or {NAMES[3]}, or the index of either{found}"

@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from importlib import import_module
+from typing import NoReturn
 
 import nbflow
 from nbflow.distributed import failure
@@ -88,10 +89,17 @@ def _overview() -> str:
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors are one line: the usage of some commands fills a screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
 def make_parser(name: str) -> argparse.ArgumentParser:
     """Return the parser of a command of `COMMANDS`."""
     module, summary = COMMANDS[name]
-    parser = argparse.ArgumentParser(prog=f"nbflow {name}", description=summary)
+    parser = _Parser(prog=f"nbflow {name}", description=summary)
     import_module(module).add_arguments(parser)
     return parser
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nbflow.checkpoint import WeightFile, open_weights
 from nbflow.checkpoint.hub import find_cached, is_repo_name, repo_of
-from nbflow.checkpoint.shards import refuse_adapter
+from nbflow.checkpoint.shards import SUFFIXES, refuse_adapter
 from nbflow.spec.family import Family, family_of_config
 from nbflow.spec.fields import check_field
 from nbflow.spec.model_file import (
@@ -187,6 +187,8 @@ def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
         name = model_name(str(model))
         if name is None and is_repo_name(str(model)):
             return None, _downloaded(str(model))
+        if name is None and (path.suffix in SUFFIXES or len(path.parts) > 1):
+            raise UsageError(f"{model}: there is no such file or folder")
         if name is None:
             raise UsageError(
                 f"{unknown_model('model', str(model))}; or give the path of a folder or a weight "

@@ -94,4 +94,4 @@ def test_names_cannot_write_to_the_terminal(tmp_path: Path, capsys: Any) -> None
 
 def test_a_file_without_tensors(tmp_path: Path, capsys: Any) -> None:
     write_zip(tmp_path / "x.pt", {"step": 3}, {})
-    assert inspect(capsys, tmp_path / "x.pt") == "pickle, 1 files, 0 tensors, 0 bytes\n"
+    assert inspect(capsys, tmp_path / "x.pt") == "pickle, 1 file, 0 tensors, 0 bytes\n"

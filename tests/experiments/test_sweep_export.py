@@ -143,7 +143,7 @@ def test_markdown_shows_what_varies_and_what_is_quoted(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert export(folder, "--format", "markdown", "--where", "weights=q4,batch=1") == 0
+    assert export(folder, "--where", "weights=q4,batch=1") == 0
     lines = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0][:3] == ["`partition`", "`bits_per_weight`", "`weight_error_relative`"]

@@ -109,6 +109,7 @@ def test_recordings_are_checked(tmp_path: Path, arrays: dict[str, Any], message:
         (["--against", "none.npz"], "cannot read none.npz"),
         (["--against", "hf", "--set", "x"], "--set must be KEY=VALUE"),
         (["--against", "hf", "--tokens", "0"], "--tokens must be in 1..4096"),
+        (["--against", "hf", "--partitions", "0x1"], "partition must be rank numbers"),
     ],
 )
 def test_mistakes_are_named(

@@ -433,6 +433,9 @@ def test_neither_a_path_nor_a_name() -> None:
         "'tiny_python_hybrid'? 'nbflow spec --list' lists all names; or give the path of a folder "
         "or a weight file that exists"
     )
+    for path in ("no.gguf", "a/b/no"):
+        with pytest.raises(UsageError, match=f"^{path}: there is no such file or folder"):
+            resolve(path)
 
 
 def test_files_that_come_with_the_package() -> None:

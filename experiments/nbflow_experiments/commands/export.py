@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``nbflow export``."""
     parser.add_argument("results", metavar="RESULTS", type=Path, help="results folder of a sweep")
     parser.add_argument(
-        "--format", choices=FORMATS, required=True, help="parquet needs the extra 'parquet'"
+        "--format",
+        choices=FORMATS,
+        default="markdown",
+        help="(markdown); parquet needs the extra 'parquet'",
     )
     parser.add_argument(
         "--table",

@@ -96,6 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
         model = stack.enter_context(load_model(arguments))
         if not model.participates:
             return 0
+        if arguments.context - 1 > model.spec.max_context:
+            raise UsageError(
+                f"--context: windows of {arguments.context} tokens do not fit into the context of "
+                f"{model.spec.name}, {model.spec.max_context}"
+            )
         leads = is_printing_rank(model)
         companion = _companion(arguments, stack) if leads else None
         reference = _reference(arguments, companion, stack) if leads else None

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.cli.options import add_plugins_argument
+from nbflow.distributed.partition_notation import parse_replicas
 from nbflow.spec import resolve
 from nbflow.spec.family import family_of
 from nbflow.spec.model_file import find_model_file
@@ -65,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.tokens <= 4096:
         raise UsageError(f"--tokens must be in 1..4096, got {arguments.tokens}")
     partitions = tuple(p for p in arguments.partitions.split(",") if p)
+    for partition in partitions:
+        parse_replicas(partition)  # raises on a wrong notation; models may still refuse a right one
     if arguments.against != "hf":
         if not arguments.against.endswith(".npz"):
             raise UsageError(f"--against must be hf or FILE.npz, got {arguments.against!r:.80}")

@@ -38,9 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=2))
         return 0
     _print_table(facts["tensors"], facts["files"])
+    n_files = len(facts["files"])
     print(
-        f"{facts['format']}, {len(facts['files'])} files, {len(facts['tensors'])} tensors, "
-        f"{facts['total_bytes']:,} bytes"
+        f"{facts['format']}, {n_files} file{'s' * (n_files != 1)}, "
+        f"{len(facts['tensors'])} tensors, {facts['total_bytes']:,} bytes"
     )
     if facts["config"] is not None:
         print(f"model_type {printable(facts['config'].get('model_type', 'not stated'))}")
