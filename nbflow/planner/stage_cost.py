@@ -107,16 +107,19 @@ class RankWork:
 
     def kv_token_bytes(self, kv: str) -> int:
         """Return the KV cache bytes per token."""
-        own = sum(
-            kv_layer_bytes(self.program, kv, member)
-            for layer in self.program.kv_layers
-            for member in self._members[layer]
-        )
+        own = sum(sum(self._kv_layers_bytes(layer, kv)) for layer in self.program.kv_layers)
         return own + sum(kv_layer_bytes(self.program, kv, layer) for layer in self._carried)
+
+    def _kv_layers_bytes(self, layer: int, kv: str) -> list[int]:
+        """Return the KV cache bytes per token of each layer of a kind."""
+        members = self._members[layer]
+        if not parse_kv(kv).entries:  # layers of a kind have the same heads
+            return [kv_layer_bytes(self.program, kv, layer)] * len(members)
+        return [kv_layer_bytes(self.program, kv, member) for member in members]
 
     def _kv_ratio(self, layer: int, kv: str) -> float:
         """Return the mean cache bytes of the layers of a kind over those of its first."""
-        sizes = [kv_layer_bytes(self.program, kv, member) for member in self._members[layer]]
+        sizes = self._kv_layers_bytes(layer, kv)
         return sum(sizes) / max(1, len(sizes) * kv_layer_bytes(self.program, kv, layer))
 
     def state_bytes(self) -> int:

@@ -105,7 +105,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nbflow.spec.layer_specs import HeadShape
@@ -278,11 +278,11 @@ class Program:
 
     def heads_of(self, layer: int) -> HeadShape:
         """Return the heads of a layer's attention whose keys and values this rank stores."""
-        heads = self.spec.heads_of(layer)
-        if not self.spec.is_local(layer):
-            return replace(heads, n_kv_heads=self.n_kv_heads)
-        first, end = kv_heads_read(self.spec, layer, (self.first_head, self.n_heads))
-        return replace(heads, n_kv_heads=end - first)
+        heads, n = self.spec.heads_of(layer), self.n_kv_heads
+        if self.spec.is_local(layer):
+            first, end = kv_heads_read(self.spec, layer, (self.first_head, self.n_heads))
+            n = end - first
+        return HeadShape(n, heads.key_dim, heads.value_dim)
 
     @property
     def tables(self) -> set[tuple[Operand, ...]]:

@@ -95,16 +95,7 @@ def build_spec(
     if values["dynamic_mask_keys"]:  # longer contexts would leave keys out
         values["max_context"] = min(values["max_context"], values["dynamic_mask_keys"])
     _check_layers(values["n_layers"], family, config, held, where)
-    encoder = None
-    encoder_family = encoder_of(family)
-    if encoder_family is not None:
-        encoder = build_spec(
-            encoder_family,
-            config,
-            name=f"{name} (encoder)",
-            where=where,
-            checkpoint_tensors=checkpoint_tensors,
-        )
+    encoder = _encoder(family, config, name, where, checkpoint_tensors)
     kinds = layer_kinds(family, values, where)
     check_layer_keys(family, config, kinds, values["n_layers"], where)
     moe = _moe(values)
@@ -118,7 +109,6 @@ def build_spec(
     full_layers = _full_layers(values, kinds)
     values |= theta_by_layer(values, full_layers, where)
     rope, local_rope, softmax_factor = ropes(values, where, rope_divisors)
-    sm_scale = values["sm_scale"]
     same = {field.name: values[field.name] for field in fields(ModelSpec) if field.name in FIELDS}
     has_classifier = all(names.get(f"{part}.weight") in held for part in ("pooler", "classifier"))
     same["classifier"] = (
@@ -126,9 +116,7 @@ def build_spec(
     )
     derived = {
         "embed_size": values["embed_size"] or 0,
-        "sm_scale": softmax_factor / math.sqrt(values["head_dim"])
-        if sm_scale is None
-        else sm_scale * softmax_factor,
+        "sm_scale": _sm_scale(values, softmax_factor),
         # the file's head if it has one; else tied, unless the configuration forbids it
         "tied_head": names.get("head.weight") not in held and values["tied_head"] is not False,
     }
@@ -160,6 +148,27 @@ def build_spec(
         )
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
+
+
+def _encoder(
+    family: Family,
+    config: Mapping[str, Any],
+    name: str,
+    where: str,
+    checkpoint_tensors: Collection[str] | None,
+) -> ModelSpec | None:
+    """Return the specification of the encoder of a model with one."""
+    own = encoder_of(family)
+    if own is None:
+        return None
+    name = f"{name} (encoder)"
+    return build_spec(own, config, name=name, where=where, checkpoint_tensors=checkpoint_tensors)
+
+
+def _sm_scale(values: Mapping[str, Any], factor: float) -> float:
+    """Return the factor of attention scores; `factor` comes from a scaling of the rotation."""
+    given: float | None = values["sm_scale"]
+    return factor / math.sqrt(values["head_dim"]) if given is None else given * factor
 
 
 # ---- fields -----------------------------------------------------------------------------------
@@ -249,39 +258,8 @@ def _from_config(
         value = lookup(config, key)
         if value is None and _is_switch(field, rule) and key in config:
             value = False  # as in the published code, where null is not true
-        if value is None or value == {}:  # an empty table of scalings is absent
-            continue
-        if value == _INFINITY:
-            value = math.inf
-        if rule.count:
-            value = len(check_value(value, f"{where}: {key}", str if type(value) is str else [str]))
-        if rule.kinds:
-            offset = None if rule.offset is None else lookup(config, rule.offset)
-            return types_of(value, rule, values["n_layers"], f"{where}: {key}", offset)
-        if rule.where is not None:
-            if isinstance(value, list) and all(type(item) is int for item in value[:MAX_ITEMS]):
-                value = list(map(str, value[:MAX_ITEMS]))
-            is_pattern = isinstance(value, str)
-            each = tuple(value) if is_pattern else check_value(value, f"{where}: {key}", [str])
-            return layers_with(rule.where, _of_layers(each, rule.where, f"{where}: {key}", values))
-        if rule.values:
-            at = f"{where}: {full_key(config, key)}"
-            if isinstance(value, str) and isinstance(FIELDS[field].kind, list):  # a letter each
-                return _letters(value, rule.values, at)
-            if not isinstance(value, list) or not isinstance(FIELDS[field].kind, list):
-                return rule.values[_known(value, rule.values, at)]
-            return tuple(w for item in value for w in rule.values[_known(item, rule.values, at)])
-        if isinstance(value, str):
-            value = FIELDS[field].aliases.get(value, value)
-        elif isinstance(value, list) and value and rule.largest:
-            value = max(
-                check_value(value, f"{where}: {full_key(config, key)}", [FIELDS[field].kind])
-            )
-        elif isinstance(value, list) and FIELDS[field].kind in (int, float):
-            value = _common(value, f"{where}: {full_key(config, key)}")
-        elif isinstance(value, int | float) and FIELDS[field].kind in ([int], [float]):
-            value = [value]  # one for all layers
-        return check_field(value, f"{where}: {full_key(config, key)}", FIELDS[field])
+        if value is not None and value != {}:  # an empty table of scalings is absent
+            return _of_key(field, rule, key, value, config, where, values)
     if rule.same_as is not None:
         other = values.get(rule.same_as)
         if other is None or other is REQUIRED:
@@ -292,6 +270,52 @@ def _from_config(
     if rule.kinds and rule.default is not None:
         return types_of(rule.default, rule, values["n_layers"], f"{where}: {field}")
     return rule.default
+
+
+def _of_key(
+    field: str,
+    rule: ConfigRule,
+    key: str,
+    value: Any,
+    config: Mapping[str, Any],
+    where: str,
+    values: Mapping[str, Any],
+) -> Any:
+    """Return the value of a field that a rule makes of the value of a key."""
+    if value == _INFINITY:
+        value = math.inf
+    if rule.count:
+        value = len(check_value(value, f"{where}: {key}", str if type(value) is str else [str]))
+    if rule.kinds:
+        offset = None if rule.offset is None else lookup(config, rule.offset)
+        return types_of(value, rule, values["n_layers"], f"{where}: {key}", offset)
+    if rule.where is not None:
+        if isinstance(value, list) and all(type(item) is int for item in value[:MAX_ITEMS]):
+            value = list(map(str, value[:MAX_ITEMS]))
+        is_pattern = isinstance(value, str)
+        each = tuple(value) if is_pattern else check_value(value, f"{where}: {key}", [str])
+        return layers_with(rule.where, _of_layers(each, rule.where, f"{where}: {key}", values))
+    at, kind = f"{where}: {full_key(config, key)}", FIELDS[field].kind
+    if rule.values:
+        return _translated(value, rule.values, kind, at)
+    if isinstance(value, str):
+        value = FIELDS[field].aliases.get(value, value)
+    elif isinstance(value, list) and value and rule.largest:
+        value = max(check_value(value, at, [kind]))
+    elif isinstance(value, list) and kind in (int, float):
+        value = _common(value, at)
+    elif isinstance(value, int | float) and kind in ([int], [float]):
+        value = [value]  # one for all layers
+    return check_field(value, at, FIELDS[field])
+
+
+def _translated(value: Any, words: Mapping[Any, Any], kind: Any, at: str) -> Any:
+    """Return our words for a value, or for each item or letter of one that lists layers."""
+    if isinstance(value, str) and isinstance(kind, list):
+        return _letters(value, words, at)
+    if not isinstance(value, list) or not isinstance(kind, list):
+        return words[_known(value, words, at)]
+    return tuple(w for item in value for w in words[_known(item, words, at)])
 
 
 _INFINITY = {"__float__": "Infinity"}

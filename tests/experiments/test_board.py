@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import nbflow_kernels as nk
 from nbflow.cli import main
+from nbflow_experiments.commands import board as command
 from nbflow_experiments.compare.board import BUDGETS, N_WINDOWS, board, measure, published
 
 PLUGIN = '''
@@ -69,7 +71,10 @@ def test_published_rows_are_measured_again():
     assert change.low < change.change < change.high < 0  # q4_0 is clearly better
 
 
-def test_a_format_of_ones_own_is_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_format_of_ones_own_is_placed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "measure", cache(measure))  # for both ways to print it
     file = tmp_path / "my_format.py"
     file.write_text(PLUGIN)
     try:
