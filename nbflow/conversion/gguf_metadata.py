@@ -45,36 +45,7 @@ def model_metadata(spec: ModelSpec, arch: str) -> dict[str, Any]:
         "attention.value_length": spec.head_dim,
         _eps_key(spec): float(spec.norm_eps),
     }
-    if spec.rope.dim:
-        values["rope.dimension_count"] = spec.rope.dim
-        values["rope.freq_base"] = float(spec.rope.theta)
-        values |= _scaling(spec)
-    if spec.local_rope is not None:
-        values["rope.freq_base_swa"] = float(spec.local_rope.theta)
-    if spec.window is not None:
-        values["attention.sliding_window"] = spec.window
-        if arch in _PATTERN and spec.full_layers != _usual_full_layers(spec, arch):
-            pattern = [i not in spec.full_layers for i in range(spec.n_layers)]
-            values["attention.sliding_window_pattern"] = pattern
-    if spec.temperature is not None:
-        values["attention.temperature_scale"] = spec.temperature.scale
-        values["attention.temperature_length"] = spec.temperature.floor
-    if spec.logits_soft_cap is not None:
-        values["attn_logit_softcapping"] = spec.logits_soft_cap
-    if spec.head_soft_cap is not None:
-        values["final_logit_softcapping"] = spec.head_soft_cap
-    if arch in ("gptneox", "stablelm"):
-        values["use_parallel_residual"] = spec.residual != "sequential"
-    if arch in _SCALED:
-        values["embedding_scale"] = float(spec.embed_scale)
-        values["residual_scale"] = float(spec.residual_scale)
-        values["logit_scale"] = 1.0 / spec.logits_scale
-        values["attention.scale"] = float(spec.sm_scale)
-    if arch in ("command-r", "cohere2"):
-        values["logit_scale"] = float(spec.logits_scale)
-    if arch == "mpt":
-        values["attention.max_alibi_bias"] = 8.0
-        values["attention.clamp_kqv"] = spec.qkv_clip
+    values |= _positions(spec, arch) | _factors(spec, arch)
     if spec.moe is not None:
         values |= _experts(spec, spec.moe, arch)
     if spec.latent is not None:
@@ -93,6 +64,48 @@ def model_metadata(spec: ModelSpec, arch: str) -> dict[str, Any]:
         if value is not None:
             metadata[f"tokenizer.ggml.{name}_token_id"] = ((U32,), value)
     return metadata
+
+
+def _positions(spec: ModelSpec, arch: str) -> dict[str, Any]:
+    """Return the values of rotary embeddings, windows and the temperature of long contexts."""
+    values: dict[str, Any] = {}
+    if spec.rope.dim:
+        values["rope.dimension_count"] = spec.rope.dim
+        values["rope.freq_base"] = float(spec.rope.theta)
+        values |= _scaling(spec)
+    if spec.local_rope is not None:
+        values["rope.freq_base_swa"] = float(spec.local_rope.theta)
+    if spec.window is not None:
+        values["attention.sliding_window"] = spec.window
+        if arch in _PATTERN and spec.full_layers != _usual_full_layers(spec, arch):
+            pattern = [i not in spec.full_layers for i in range(spec.n_layers)]
+            values["attention.sliding_window_pattern"] = pattern
+    if spec.temperature is not None:
+        values["attention.temperature_scale"] = spec.temperature.scale
+        values["attention.temperature_length"] = spec.temperature.floor
+    return values
+
+
+def _factors(spec: ModelSpec, arch: str) -> dict[str, Any]:
+    """Return soft caps and factors of embeddings, residuals, scores and logits."""
+    values: dict[str, Any] = {}
+    if spec.logits_soft_cap is not None:
+        values["attn_logit_softcapping"] = spec.logits_soft_cap
+    if spec.head_soft_cap is not None:
+        values["final_logit_softcapping"] = spec.head_soft_cap
+    if arch in ("gptneox", "stablelm"):
+        values["use_parallel_residual"] = spec.residual != "sequential"
+    if arch in _SCALED:
+        values["embedding_scale"] = float(spec.embed_scale)
+        values["residual_scale"] = float(spec.residual_scale)
+        values["logit_scale"] = 1.0 / spec.logits_scale
+        values["attention.scale"] = float(spec.sm_scale)
+    if arch in ("command-r", "cohere2"):
+        values["logit_scale"] = float(spec.logits_scale)
+    if arch == "mpt":
+        values["attention.max_alibi_bias"] = 8.0
+        values["attention.clamp_kqv"] = spec.qkv_clip
+    return values
 
 
 def _usual_full_layers(spec: ModelSpec, arch: str) -> frozenset[int]:

@@ -119,17 +119,8 @@ def load(
     if tok is not None and resolved.prompt_template is not None:
         tok.prompt_template = resolved.prompt_template
     threads = fair_threads(comm, whole.numbers) if given.threads is None else given.threads
-    of_ranks: dict[str, Any] = {
-        "spec": source.spec,
-        "weights": source.formats,
-        "encoding": source.prepared.quantizer,
-        "activations": given.activations,
-        "kv": given.kv,
-        "threads": cpu_threads(comm, whole.numbers, threads, given.pin_threads),
-        "max_step_tokens": given.max_step_tokens,
-        "offload": given.offload,
-        "trace": given.trace,  # replaced by each rank's printer
-    }
+    of_ranks = _worker_options(source, given)
+    of_ranks["threads"] = cpu_threads(comm, whole.numbers, threads, given.pin_threads)
     # split is collective
     parts = [comm.split(p.numbers) if comm.size > 1 else comm for p in plans]
     everyone = comm.split(whole.numbers) if comm.size > 1 else comm
@@ -284,6 +275,20 @@ def stored_block_size(file: WeightFile) -> int:
     """Return the least common multiple of the block sizes of the tensors of a file."""
     formats = {file.dtype(name) for name in file.names()} - set(ITEM_BYTES)
     return math.lcm(1, *(nk.FORMATS[f].block_size for f in formats))
+
+
+def _worker_options(source: _Source, given: LoadOptions) -> dict[str, Any]:
+    """Return the options of workers that all ranks have."""
+    return {
+        "spec": source.spec,
+        "weights": source.formats,
+        "encoding": source.prepared.quantizer,
+        "activations": given.activations,
+        "kv": given.kv,
+        "max_step_tokens": given.max_step_tokens,
+        "offload": given.offload,
+        "trace": given.trace,  # replaced by each rank's printer
+    }
 
 
 def _start(
