@@ -26,7 +26,8 @@ _MAX_ENGINES = 8
 _JSON_BLANKS = r"( |\n{1,2}[ \t]{0,20})?"
 """Blanks between tokens of JSON: a space, or line breaks with indentation, as in llama.cpp.
 
-Without a bound a model can emit blanks until `max_tokens`.
+Without a bound a model can emit blanks until `max_tokens`.  It also holds where a schema states
+another pattern (``x-guidance`` of llguidance), which would allow text that is not JSON.
 """
 _MESSAGES = {"NoExtensionBias": "no text matches it", "NoExtension": "no text matches it"}
 """Messages of llguidance in plain words."""
@@ -197,8 +198,9 @@ def _source(library: Any, kind: str, text: Any) -> str:
         raise StructureError(kind, f"must be a text, got {type(text).__name__}")
     try:
         if kind == "json_schema":
+            text = {"true": "{}", "false": '{"not": {}}'}.get(text.strip(), text)  # need an object
             blanks = {"whitespace_pattern": _JSON_BLANKS}
-            return str(library.LLMatcher.grammar_from_json_schema(text, defaults=blanks))
+            return str(library.LLMatcher.grammar_from_json_schema(text, overrides=blanks))
         return str(library.grammar_from(kind, text))
     except ValueError as error:
         raise StructureError(kind, str(error)) from None

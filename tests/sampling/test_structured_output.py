@@ -106,6 +106,7 @@ def test_blanks_between_tokens_of_json_are_bounded(text, blank, n_allowed):
     tokenizer = nbflow.load_tokenizer("tiny_python")
     n, ids = tokenizer.vocab_size, vocabulary_bytes(tokenizer)
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    schema["x-guidance"] = {"whitespace_pattern": "[ \\n\\t]*"}  # of a request: without effect
     state = Grammar("json_schema", schema, tokenizer, n, (0,)).begin()
     for character in text:
         state.accept(ids.index(character.encode()))
@@ -171,8 +172,10 @@ def test_what_is_too_much_is_refused_before_a_step():
 
 def test_what_cannot_be_is_refused():
     tokenizer = nbflow.load_tokenizer("tiny_python")
+    assert Grammar("json_schema", "true", tokenizer, tokenizer.vocab_size, (0,)).begin()
     for kind, text, message in (
         ("regex", "(", "regex"),
+        ("json_schema", "false", "json_schema"),
         ("json_schema", {"type": "nonsense"}, "json_schema"),
         ("json_schema", "{", "json_schema"),
         ("choice", [], "choice must be non-empty"),
