@@ -49,7 +49,7 @@ from nbflow.planner.rates import Rates
 from nbflow.utils import system
 from nbflow_kernels.benchmarks.roofline import ReadProbe
 from nbflow_kernels.cpu.cpu_quota import available_cores
-from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
+from nbflow_kernels.cpu.graph import CpuGraph
 from nbflow_kernels.cpu.parallel_for import capture, get_num_threads, run_graph, set_num_threads
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quantized_matmul import cpu as quantized
@@ -69,8 +69,8 @@ STEPS = 48
 """Steps of the bundled model that are timed."""
 BATCH = 8
 """Sequences of the steps that tell the host code of a sequence."""
-EXCHANGES = 16
-"""All-reduces of a repetition, each after a product with other weights."""
+EXCHANGES = 8
+"""All-reduces of a repetition."""
 ROUNDS = 3
 """Rounds of a measurement that is kept in a file."""
 VERSION = 5
@@ -356,17 +356,15 @@ def _link(comm: Comm) -> Link:
     """Return latency and rate of an all-reduce over all ranks, and the latency of messages.
 
     Ranks reach an exchange of a step after some work, in which others fall asleep or hold Python's
-    lock, and which takes one of them longer: the latency is that of an exchange after a product
-    with weights from memory, without the product.  All-reduces of threads are calls of the step's
-    graph; messages and all-gathers are not.
+    lock: the latency is that of an exchange after a product, without the product.  All-reduces of
+    threads are calls of the step's graph; messages and all-gathers are not.
     """
     others = comm.size - 1
-    weights = [matrix(BASE) for _ in range(EXCHANGES)]
-    after_work = _python_exchange_s(comm, SMALL_BYTES, weights)
-    small, large = (_all_reduce_s(comm, n, weights) for n in (SMALL_BYTES, LARGE_BYTES))
+    after_work = _python_exchange_s(comm, SMALL_BYTES, works=True)
+    small, large = _all_reduce_s(comm, SMALL_BYTES), _all_reduce_s(comm, LARGE_BYTES)
     first, last = small, large
     if small is None or large is None:
-        first, last = after_work, _python_exchange_s(comm, LARGE_BYTES, ())
+        first, last = after_work, _python_exchange_s(comm, LARGE_BYTES, works=False)
     assert first is not None
     assert last is not None
     rate = others * (LARGE_BYTES - SMALL_BYTES) / max(last - first, 1e-9)
@@ -375,43 +373,41 @@ def _link(comm: Comm) -> Link:
     return Link(max(after_work - sending, MINIMUM_S), rate, "gather", captured)
 
 
-def _python_exchange_s(comm: Comm, n_bytes: int, weights: Sequence[nk.QuantTensor]) -> float:
-    """Return the time of an all-reduce in Python, after products with weights or at once."""
-    works = [product_timer(weight, 1, "f32", sample_s=0.0) for weight in weights]
+def _python_exchange_s(comm: Comm, n_bytes: int, works: bool) -> float:
+    """Return the time of an all-reduce in Python, after some work or at once."""
+    work = product_timer(matrix(BASE), 1, "f32", sample_s=0.0)
     array = np.zeros(n_bytes // 4, np.float32)
     comm.Allreduce(array)
     seconds = []
     for _ in range(9):
         comm.barrier()
         started, worked = time.perf_counter(), 0.0
-        for work in works or EXCHANGES * [lambda: 0.0]:
-            began = time.perf_counter()
-            work()
-            worked += time.perf_counter() - began
+        for _ in range(EXCHANGES):
+            if works:
+                began = time.perf_counter()
+                work()
+                worked += time.perf_counter() - began
             comm.Allreduce(array)
         seconds.append((time.perf_counter() - started - worked) / EXCHANGES)
     return lower_quartile(seconds)
 
 
-def _all_reduce_s(comm: Comm, n_bytes: int, weights: Sequence[nk.QuantTensor]) -> float | None:
-    """Return the time of an all-reduce in a graph, after products; None if it must be Python."""
+def _all_reduce_s(comm: Comm, n_bytes: int) -> float | None:
+    """Return the time of an all-reduce in a graph, after some work; None if it must be Python."""
     call = comm.captured_all_reduce(np.zeros(n_bytes // 4, np.float32))
     if call is None:
         return None
-    codes = Int8Rows.empty(1, SHAPE[1])
+    codes, weight = Int8Rows.empty(1, SHAPE[1]), matrix(BASE)
     out = np.empty((1, SHAPE[0]), np.float32)
-    products: list[GraphNode] = []
-    for weight in weights:
-        with capture() as product:
-            quantized.matmul_int8(codes, weight, None, False, out)
-        products += product.calls
+    with capture() as product:
+        quantized.matmul_int8(codes, weight, None, False, out)
     found = []
-    for calls in (products, [each for work in products for each in (work, call)]):
+    for calls in (product.calls, [*product.calls, call]):
         graph, seconds = CpuGraph(calls, get_num_threads()), []
         for _ in range(9):
             comm.barrier()
             started = time.perf_counter()
-            run_graph(graph)
-            seconds.append((time.perf_counter() - started) / len(products))
+            run_graph(graph, repeat=EXCHANGES)
+            seconds.append((time.perf_counter() - started) / EXCHANGES)
         found.append(lower_quartile(seconds))
     return max(found[1] - found[0], MINIMUM_S)
