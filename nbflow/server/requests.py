@@ -87,50 +87,38 @@ def build_requests(
     check_number(body, len(prompts), limits)
     _check_logprobs(body, prompts, limits, echo, continues_text)
     with _naming(body):
-        return _build_requests(
-            served, body, prompts, max_tokens, limits, continues_text, echo, decoder_ids
-        )
-
-
-def _build_requests(
-    served: ServedModel,
-    body: GenerationBody,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int | None,
-    limits: Limits,
-    continues_text: bool,
-    echo: bool,
-    decoder_ids: Sequence[int] | None,
-) -> list[GenerationRequest]:
-    """Return the engine requests of a checked body; parameters as in `build_requests`."""
-    search = search_of(body)
-    params = _sampling_params(served, body, max_tokens, search)
-    strategy: Strategy | Search = search or _strategy(served, body, params)
-    if search is not None and params.max_tokens < 1:
-        raise ApiError(400, "a search needs max_tokens of at least 1", param="max_tokens")
-    if echo and params.logprobs is not None:
-        n_top = max(params.logprobs, params.prompt_logprobs or 0)
-        params = dataclasses.replace(params, prompt_logprobs=n_top)
-    n_drawn, n_found = (body.n_drawn, 1) if search is None else (1, search.n_found)
-    found = []
-    for prompt in prompts:
-        check_wanted()
-        first = build_request(served.model, list(prompt), params, strategy, decoder_ids)
-        first.wants_logprobs = params.logprobs is not None or n_drawn > body.n
-        first.priority, first.cache_salt = body.priority, body.cache_salt
-        first.deadline = limits.request_s or None
-        if search is None and served.draft is not None:
-            speculative = served.options
-            attach(served.draft, served.model, first, speculative.n_draft, speculative.draft_verify)
-        for i in range(n_drawn):
-            request = first.copy()
-            if i:  # the first request computes those of the prompt
-                request.prompt_logprobs = None
-            request.seed, request.drafter = (first.seed + i) % 2**64, first.drafter
-            found.append(
-                GenerationRequest(request, params, continues_text, n_found, structure_field(body))
-            )
-    return found
+        search = search_of(body)
+        params = _sampling_params(served, body, max_tokens, search)
+        strategy: Strategy | Search = search or _strategy(served, body, params)
+        if search is not None and params.max_tokens < 1:
+            raise ApiError(400, "a search needs max_tokens of at least 1", param="max_tokens")
+        if echo and params.logprobs is not None:
+            n_top = max(params.logprobs, params.prompt_logprobs or 0)
+            params = dataclasses.replace(params, prompt_logprobs=n_top)
+        n_drawn, n_found = (body.n_drawn, 1) if search is None else (1, search.n_found)
+        found = []
+        for prompt in prompts:
+            check_wanted()
+            first = build_request(served.model, list(prompt), params, strategy, decoder_ids)
+            first.wants_logprobs = params.logprobs is not None or n_drawn > body.n
+            first.priority, first.cache_salt = body.priority, body.cache_salt
+            first.deadline = limits.request_s or None
+            if search is None and served.draft is not None:
+                speculative = served.options
+                attach(
+                    served.draft, served.model, first, speculative.n_draft, speculative.draft_verify
+                )
+            for i in range(n_drawn):
+                request = first.copy()
+                if i:  # the first request computes those of the prompt
+                    request.prompt_logprobs = None
+                request.seed, request.drafter = (first.seed + i) % 2**64, first.drafter
+                found.append(
+                    GenerationRequest(
+                        request, params, continues_text, n_found, structure_field(body)
+                    )
+                )
+        return found
 
 
 def _naming(body: GenerationBody) -> contextlib.AbstractContextManager[None]:

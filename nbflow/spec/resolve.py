@@ -188,7 +188,7 @@ def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
         if name is None and is_repo_name(str(model)):
             return None, _downloaded(str(model))
         if name is None and (path.suffix in SUFFIXES or len(path.parts) > 1):
-            raise UsageError(f"{model}: there is no such file or folder")
+            raise UsageError(f"{model}: no such file or folder")
         if name is None:
             raise UsageError(
                 f"{unknown_model('model', str(model))}; or give the path of a folder or a weight "

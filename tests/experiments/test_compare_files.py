@@ -50,7 +50,7 @@ def test_a_row_for_each_file(compared: tuple[Path, list[str]]) -> None:
         assert row["kld_mean_stderr"] > 0
         assert row["decode_tokens_per_s"] > 0
         assert row["peak_rss_bytes"] > 5e7
-    assert "there is no such file" in absent["status"]
+    assert "no such file or folder" in absent["status"]
     assert other["status"] == "has a vocabulary of 97 tokens, the reference 2048"
     assert absent["kld_mean"] is other["kld_mean"] is None
     with (out / "files.csv").open(newline="") as stream:

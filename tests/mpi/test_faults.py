@@ -36,7 +36,7 @@ REPORTS = {
     "usage": r"error: rank 1: planted\nnbflow: rank 1 of 2 failed in all_reduce of layer 1 ",
     "load-memory": r"error: rank 1 ran out of memory while loading its shard: planted",
 }
-"""What ranks print after a fault."""
+"""Output of the ranks after a fault."""
 HANGS = {
     "stop": r"rank 0 of 2 on \S+ has waited for \d+ s in all_reduce of layer 1; ",
     "load-sleep": r"rank 1 of 2 on \S+ has stood still for \d+ s while loading layers\.0\.\S+ ",

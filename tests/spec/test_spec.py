@@ -434,7 +434,7 @@ def test_neither_a_path_nor_a_name() -> None:
         "or a weight file that exists"
     )
     for path in ("no.gguf", "a/b/no"):
-        with pytest.raises(UsageError, match=f"^{path}: there is no such file or folder"):
+        with pytest.raises(UsageError, match=f"^{path}: no such file or folder"):
             resolve(path)
 
 

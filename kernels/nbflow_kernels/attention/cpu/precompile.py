@@ -37,9 +37,9 @@ def attention_tasks(
     dims : tuple of int
         Head sizes of keys and values.
     has_extras : bool
-        Whether the plans of the model have extras (`nbflow_kernels.attention.cpu.launch`).
+        Attention plans of the model have extras (`launch.has_extras`).
     int8_scores : bool
-        Whether scores are computed with int8 queries where keys are int8, see there.
+        Scores are products of int8 where the cache allows it (`launch.has_int8_scores`).
     """
     tables: Any = (types.int64[::1], *4 * (types.int32[::1],), types.int64)
     calls = [_attention(kinds, dims, has_extras, int8_scores, n) for n in (1, at.TILE_VECTORS)]
