@@ -24,7 +24,9 @@ within the limit: the regret is the speed that the fastest one has above the pla
 Each measurement of speed has a fixed product on both ranks before and after it (`probe_s`).  Where
 it takes over `DISTURBED` times as long as the fastest one of the run, other programs or guests of
 the host were at work: the measurement is repeated, at most `TRIES` times, and the table has a line
-for the rows that are not disturbed.
+for the rows that are not disturbed.  A round of the machine's measurement before and after every
+`CHOICES_PER_ROUND` choices tells its speed at that time, for which each point is predicted, too:
+the errors of the predictions alone, without the changes since FOLDER/machine.toml was measured.
 
 Rows are appended to FOLDER/rows.jsonl; a run goes on with the next point.  MODEL may be
 ``random``: 90 million random weights with the tokenizer of tiny_python, made in a temporary folder,
@@ -69,7 +71,7 @@ from nbflow.planner import (
     predict,
 )
 from nbflow.planner.measure_kernels import lower_quartile, matrix, product_timer
-from nbflow.planner.measure_machine import ROUNDS, VERSION, measure_machine
+from nbflow.planner.measure_machine import ROUNDS, VERSION, measure_machine, median_machine
 from nbflow.quantization.policy import WeightFormats, is_quantized
 from nbflow.spec import resolve
 from nbflow_kernels import FORMATS
@@ -90,6 +92,8 @@ GENERATE, REPEATS = 24, 4
 DISTURBED, TRIES = 1.1, 2
 """Time of the fixed product, as a multiple of its fastest, above which a measurement is repeated;
 and how often it is measured at most."""
+CHOICES_PER_ROUND = 4
+"""One with each partition."""
 PROBE_ROWS, PROBE_S = 8, 0.02
 """Rows of the fixed product, and seconds of its repetitions: several time slices of a core."""
 QUANTIZER, ACTIVATIONS = "reference", "int8"
@@ -116,6 +120,10 @@ def main() -> None:
         text = table(rows_of(arguments.folder))
         (arguments.folder / "README.md").write_text(f"# Joint plans, {arguments.model}\n\n{text}\n")
         print(text)
+
+
+Point = tuple[WeightFormats, dict[str, Any]]
+"""Weight formats and the row of a measurement."""
 
 
 class Run:
@@ -176,12 +184,17 @@ class Run:
         path = self._folder / "machine.toml"
         # a file of an older measurement may have keys that are unknown now
         if not path.exists() or f"measurement = {VERSION}\n" not in path.read_text():
-            machine = measure_machine(
-                nbflow.load, 2, formats=(*WEIGHTS, "f16"), arithmetics=(ACTIVATIONS,), rounds=ROUNDS
-            )
-            assert machine is not None
-            path.write_text(machine_toml(machine))
+            path.write_text(machine_toml(self._measured(ROUNDS)))
         return load_machine(path)
+
+    def _measured(self, rounds: int) -> Machine:
+        """Measure the machine."""
+        formats = (*WEIGHTS, "f16")
+        machine = measure_machine(
+            nbflow.load, 2, formats=formats, arithmetics=(ACTIVATIONS,), rounds=rounds
+        )
+        assert machine is not None
+        return machine
 
     def _choice(self, seed: int) -> tuple[dict[str, str], str]:
         """Return the weight formats and cache formats of a point."""
@@ -207,17 +220,27 @@ class Run:
         rows = [r for r in rows_of(self._folder) if r["what"] == "speed"]
         done = {(r["seed"], r["batch"], r["prompt"]) for r in rows}
         first, n = self._arguments.seed, -(-self._arguments.points // len(CASES))
+        choices = []
         for seed in range(first, first + n):
             rng = np.random.default_rng((seed, 1))
             # partitions in turn, so that a part of the points has all of them
             partition = PARTITIONS[seed % len(PARTITIONS)]
             cases = [(batch, int(rng.choice(prompts))) for batch, prompts in CASES]
             missing = [case for case in cases if (seed, *case) not in done]
+            if missing:
+                choices.append((seed, partition, missing))
+        before = self._measured(1) if choices else machine
+        for i in range(0, len(choices), CHOICES_PER_ROUND):
             if time.monotonic() >= self._end:
                 break
-            if missing:
-                formats, kv = self._choice(seed)
-                self._measure_speed(machine, "speed", formats, kv, partition, missing, seed=seed)
+            points: list[Point] = []
+            for seed, partition, cases in choices[i : i + CHOICES_PER_ROUND]:
+                points += self._measure_speed(
+                    "speed", *self._choice(seed), partition, cases, seed=seed
+                )
+            after = self._measured(1)
+            self._append_points(points, machine, median_machine((before, after)))
+            before = after
 
     def _measure_kld(
         self, probe: DivergenceProbe, seed: int, formats: dict[str, str], kv: str
@@ -234,20 +257,17 @@ class Run:
         self._append(row)
 
     def _measure_speed(
-        self, machine: Machine, what: str, formats: dict[str, str], kv: str, partition: str,
+        self, what: str, formats: dict[str, str], kv: str, partition: str,
         cases: Sequence[tuple[int, int]], **more: Any,
-    ) -> None:  # fmt: skip
+    ) -> list[Point]:  # fmt: skip
         """Measure a choice with each batch and length of the prompts."""
         weights = WeightFormats(tuple(formats.items()), {})
-        model = planned_model(self._model, weights)
-        config = RunConfig(kv=kv, activations=ACTIVATIONS)
+        points = []
         with nbflow.load(
             self._model, weights=weights, kv=kv, partition=partition, quantizer=QUANTIZER,
             activations=ACTIVATIONS, threads=1, max_context=512,
         ) as loaded:  # fmt: skip
             for batch, prompt in cases:
-                workload = Workload(batch, prompt, GENERATE)
-                found = predict(model, partition, machine, workload, config)
                 taken, probe_s = self._time(loaded, prompt, batch)
                 row = {
                     "what": what, "predictor": VERSION, "kv": kv, "partition": partition,
@@ -255,11 +275,21 @@ class Run:
                     "prefill_s": lower_quartile([t.prefill_s for t in taken]),
                     "decode_s": lower_quartile([t.step_s for t in taken]),
                     "decode_s_of_all": [t.step_s for t in taken],
-                    "probe_s": probe_s,
-                    "predicted_prefill_s": found.prefill_s,
-                    "predicted_decode_s": found.decode_s, **more,
+                    "probe_s": probe_s, **more,
                 }  # fmt: skip
-                self._append(row)
+                points.append((weights, row))
+        return points
+
+    def _append_points(self, points: Sequence[Point], machine: Machine, then: Machine) -> None:
+        """Write points with their predictions for the machine, and for its speed at the time."""
+        for weights, row in points:
+            model, config = planned_model(self._model, weights), RunConfig(row["kv"], ACTIVATIONS)
+            workload = Workload(row["batch"], row["prompt"], GENERATE)
+            for suffix, measured in (("", machine), ("_then", then)):
+                found = predict(model, row["partition"], measured, workload, config)
+                row[f"predicted_prefill_s{suffix}"] = found.prefill_s
+                row[f"predicted_decode_s{suffix}"] = found.decode_s
+            self._append(row)
 
     def _time(self, loaded: Any, prompt: int, batch: int) -> tuple[list[Times], float]:
         """Return the least disturbed repetitions, and the time of the fixed product around them."""
@@ -289,10 +319,11 @@ class Run:
                 weights = WeightFormats(tuple(plan.formats.items()), {})
                 kv = f"{plan.keys}/{plan.values}"
                 kld = probe.measure(weights=weights, kv=kv, quantizer=QUANTIZER).kld
-                self._measure_speed(
-                    machine, "choices", plan.formats, kv, partition, [(batch, CHOICE_PROMPT)],
+                points = self._measure_speed(
+                    "choices", plan.formats, kv, partition, [(batch, CHOICE_PROMPT)],
                     limit=limit, chosen=plan is best, kld=kld,
                 )  # fmt: skip
+                self._append_points(points, machine, machine)
 
     def _plans(self, machine: Machine, limit: float, batch: int) -> Iterator[JointPlan]:
         """Yield the fastest plan with each possible partition for a limit of the divergence."""
@@ -355,12 +386,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return errors of the predictions, and the regret of the choices, as Markdown."""
     prompt, token = "time of a prompt", "time of a generated token"
     columns = "speed", "predicted_decode_s", "decode_s"
+    then = "speed", "predicted_decode_s_then", "decode_s"
     lines = [
         "| predicted | points | median error | 90 % below | largest |",
         "|---|--:|--:|--:|--:|",
         *errors(rows, "KL divergence", "kld", "predicted_kld", "kld"),
         *errors(rows, prompt, "speed", "predicted_prefill_s", "prefill_s"),
+        *errors(
+            rows, f"{prompt}, machine of the time", "speed", "predicted_prefill_s_then", "prefill_s"
+        ),
         *errors(rows, token, *columns),
+        *errors(rows, f"{token}, machine of the time", *then),
         *errors(undisturbed(rows), f"{token}, undisturbed", *columns),
         *spread(rows),
     ]
