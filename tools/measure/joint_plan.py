@@ -41,9 +41,9 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from published_rows import append, conditions
@@ -89,7 +89,7 @@ LIMITS = (0.01, 0.1)
 CHOICE_BATCHES, CHOICE_PROMPT = (1, 8), 64
 """Every choice of formats is measured with these, too, so that speeds can be compared."""
 GENERATE, REPEATS = 24, 4
-DISTURBED, TRIES = 1.1, 2
+DISTURBED, TRIES = 1.1, 6
 """Time of the fixed product, as a multiple of its fastest, above which a measurement is repeated;
 and how often it is measured at most."""
 CHOICES_PER_ROUND = 4
@@ -122,6 +122,7 @@ def main() -> None:
         print(text)
 
 
+Measured = TypeVar("Measured")
 Point = tuple[WeightFormats, dict[str, Any]]
 """Weight formats and the row of a measurement."""
 
@@ -184,17 +185,19 @@ class Run:
         path = self._folder / "machine.toml"
         # a file of an older measurement may have keys that are unknown now
         if not path.exists() or f"measurement = {VERSION}\n" not in path.read_text():
-            path.write_text(machine_toml(self._measured(ROUNDS)))
+            path.write_text(machine_toml(median_machine([self._round() for _ in range(ROUNDS)])))
         return load_machine(path)
 
-    def _measured(self, rounds: int) -> Machine:
-        """Measure the machine."""
-        formats = (*WEIGHTS, "f16")
-        machine = measure_machine(
-            nbflow.load, 2, formats=formats, arithmetics=(ACTIVATIONS,), rounds=rounds
-        )
-        assert machine is not None
-        return machine
+    def _round(self) -> Machine:
+        """Measure the machine once."""
+
+        def measure() -> Machine:
+            formats = (*WEIGHTS, "f16")
+            machine = measure_machine(nbflow.load, 2, formats=formats, arithmetics=(ACTIVATIONS,))
+            assert machine is not None
+            return machine
+
+        return self._undisturbed(measure)[0]
 
     def _choice(self, seed: int) -> tuple[dict[str, str], str]:
         """Return the weight formats and cache formats of a point."""
@@ -229,7 +232,7 @@ class Run:
             missing = [case for case in cases if (seed, *case) not in done]
             if missing:
                 choices.append((seed, partition, missing))
-        before = self._measured(1) if choices else machine
+        before = self._round() if choices else machine
         for i in range(0, len(choices), CHOICES_PER_ROUND):
             if time.monotonic() >= self._end:
                 break
@@ -238,7 +241,7 @@ class Run:
                 points += self._measure_speed(
                     "speed", *self._choice(seed), partition, cases, seed=seed
                 )
-            after = self._measured(1)
+            after = self._round()
             self._append_points(points, machine, median_machine((before, after)))
             before = after
 
@@ -294,10 +297,16 @@ class Run:
     def _time(self, loaded: Any, prompt: int, batch: int) -> tuple[list[Times], float]:
         """Return the least disturbed repetitions, and the time of the fixed product around them."""
         time_both(loaded, prompt, 2, batch)
-        tries: list[tuple[float, list[Times]]] = []
+        return self._undisturbed(
+            lambda: [time_both(loaded, prompt, GENERATE, batch) for _ in range(REPEATS)]
+        )
+
+    def _undisturbed(self, measure: Callable[[], Measured]) -> tuple[Measured, float]:
+        """Return the least disturbed measurement, and the time of the fixed product around it."""
+        tries: list[tuple[float, Measured]] = []
         for _ in range(TRIES):
             before = self._quiet.seconds()
-            taken = [time_both(loaded, prompt, GENERATE, batch) for _ in range(REPEATS)]
+            taken = measure()
             tries.append((max(before, self._quiet.seconds()), taken))
             if tries[-1][0] <= DISTURBED * self._quiet.fastest_s:
                 break
