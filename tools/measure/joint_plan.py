@@ -21,12 +21,15 @@ out).
 partition; ``table`` (FOLDER/README.md) compares the plan with the fastest of them and of the points
 within the limit: the regret is the speed that the fastest one has above the plan's.
 
-Each measurement of speed has a fixed product on both ranks before and after it (`probe_s`).  Where
-it takes over `DISTURBED` times as long as the fastest one of the run, other programs or guests of
-the host were at work: the measurement is repeated, at most `TRIES` times, and the table has a line
-for the rows that are not disturbed.  A round of the machine's measurement before and after every
-`CHOICES_PER_ROUND` choices tells its speed at that time, for which each point is predicted, too:
-the errors of the predictions alone, without the changes since FOLDER/machine.toml was measured.
+Each measurement of speed has a fixed product on both ranks before and after it (`probe_s`), and
+reads of memory.  Where the product takes over `DISTURBED` times as long as the fastest one of the
+run, other programs or guests of the host were at work; where the bandwidth after it differs by as
+much from that before, it changed meanwhile.  The measurement is then repeated, at most `TRIES`
+times, and the table has a line for the rows that are not disturbed.
+
+Some hosts move a guest's cores between chips, which changes its memory bandwidth by half within
+seconds.  So each point is predicted for the machine as FOLDER/machine.toml has it, and for the
+bandwidth before and after it (`Machine.at_bandwidth`).
 
 Rows are appended to FOLDER/rows.jsonl; a run goes on with the next point.  MODEL may be
 ``random``: 90 million random weights with the tokenizer of tiny_python, made in a temporary folder,
@@ -36,12 +39,15 @@ because a model that fits into the caches is faster than its memory.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,11 +76,18 @@ from nbflow.planner import (
     planned_model,
     predict,
 )
-from nbflow.planner.measure_kernels import lower_quartile, matrix, product_timer
-from nbflow.planner.measure_machine import ROUNDS, VERSION, measure_machine, median_machine
+from nbflow.planner.measure_kernels import Ranks, lower_quartile, matrix, product_timer
+from nbflow.planner.measure_machine import (
+    PROBE_BYTES,
+    ROUNDS,
+    VERSION,
+    measure_machine,
+    median_machine,
+)
 from nbflow.quantization.policy import WeightFormats, is_quantized
 from nbflow.spec import resolve
 from nbflow_kernels import FORMATS
+from nbflow_kernels.benchmarks.roofline import ReadProbe
 from nbflow_kernels.cpu.parallel_for import set_num_threads
 from nbflow_kernels.errors import UsageError
 
@@ -92,10 +105,9 @@ GENERATE, REPEATS = 24, 4
 DISTURBED, TRIES = 1.1, 6
 """Time of the fixed product, as a multiple of its fastest, above which a measurement is repeated;
 and how often it is measured at most."""
-CHOICES_PER_ROUND = 4
-"""One with each partition."""
-PROBE_ROWS, PROBE_S = 8, 0.02
-"""Rows of the fixed product, and seconds of its repetitions: several time slices of a core."""
+PROBE_ROWS, PROBE_S, READS = 8, 0.02, 5
+"""Rows of the fixed product, seconds of its repetitions (several time slices of a core), and reads
+of `PROBE_BYTES`."""
 QUANTIZER, ACTIVATIONS = "reference", "int8"
 
 
@@ -123,8 +135,7 @@ def main() -> None:
 
 
 Measured = TypeVar("Measured")
-Point = tuple[WeightFormats, dict[str, Any]]
-"""Weight formats and the row of a measurement."""
+"""Result of a measurement."""
 
 
 class Run:
@@ -146,7 +157,7 @@ class Run:
             for seed, formats, kv in self._points("kld"):
                 self._measure_kld(probe, seed, formats, kv)
             return
-        self._quiet = FixedProduct()
+        self._quiet = MachineProbe()
         machine = self._machine()
         if self._what == "speed":
             self._measure_speeds(machine)
@@ -223,27 +234,17 @@ class Run:
         rows = [r for r in rows_of(self._folder) if r["what"] == "speed"]
         done = {(r["seed"], r["batch"], r["prompt"]) for r in rows}
         first, n = self._arguments.seed, -(-self._arguments.points // len(CASES))
-        choices = []
         for seed in range(first, first + n):
             rng = np.random.default_rng((seed, 1))
             # partitions in turn, so that a part of the points has all of them
             partition = PARTITIONS[seed % len(PARTITIONS)]
             cases = [(batch, int(rng.choice(prompts))) for batch, prompts in CASES]
             missing = [case for case in cases if (seed, *case) not in done]
-            if missing:
-                choices.append((seed, partition, missing))
-        before = self._round() if choices else machine
-        for i in range(0, len(choices), CHOICES_PER_ROUND):
             if time.monotonic() >= self._end:
                 break
-            points: list[Point] = []
-            for seed, partition, cases in choices[i : i + CHOICES_PER_ROUND]:
-                points += self._measure_speed(
-                    "speed", *self._choice(seed), partition, cases, seed=seed
-                )
-            after = self._round()
-            self._append_points(points, machine, median_machine((before, after)))
-            before = after
+            if missing:
+                formats, kv = self._choice(seed)
+                self._measure_speed(machine, "speed", formats, kv, partition, missing, seed=seed)
 
     def _measure_kld(
         self, probe: DivergenceProbe, seed: int, formats: dict[str, str], kv: str
@@ -260,58 +261,52 @@ class Run:
         self._append(row)
 
     def _measure_speed(
-        self, what: str, formats: dict[str, str], kv: str, partition: str,
+        self, machine: Machine, what: str, formats: dict[str, str], kv: str, partition: str,
         cases: Sequence[tuple[int, int]], **more: Any,
-    ) -> list[Point]:  # fmt: skip
+    ) -> None:  # fmt: skip
         """Measure a choice with each batch and length of the prompts."""
         weights = WeightFormats(tuple(formats.items()), {})
-        points = []
+        model = planned_model(self._model, weights)
+        config = RunConfig(kv=kv, activations=ACTIVATIONS)
         with nbflow.load(
             self._model, weights=weights, kv=kv, partition=partition, quantizer=QUANTIZER,
             activations=ACTIVATIONS, threads=1, max_context=512,
         ) as loaded:  # fmt: skip
             for batch, prompt in cases:
-                taken, probe_s = self._time(loaded, prompt, batch)
+                taken, state = self._time(loaded, prompt, batch)
                 row = {
                     "what": what, "predictor": VERSION, "kv": kv, "partition": partition,
                     "batch": batch, "prompt": prompt, "bits": self._bits(formats),
                     "prefill_s": lower_quartile([t.prefill_s for t in taken]),
                     "decode_s": lower_quartile([t.step_s for t in taken]),
-                    "decode_s_of_all": [t.step_s for t in taken],
-                    "probe_s": probe_s, **more,
+                    "decode_s_of_all": [t.step_s for t in taken], **vars(state), **more,
                 }  # fmt: skip
-                points.append((weights, row))
-        return points
+                now = machine.at_bandwidth(state.read_bytes_per_s, state.read_alone_bytes_per_s)
+                workload = Workload(batch, prompt, GENERATE)
+                for suffix, known in (("", machine), ("_now", now)):
+                    found = predict(model, partition, known, workload, config)
+                    row[f"predicted_prefill_s{suffix}"] = found.prefill_s
+                    row[f"predicted_decode_s{suffix}"] = found.decode_s
+                self._append(row)
 
-    def _append_points(self, points: Sequence[Point], machine: Machine, then: Machine) -> None:
-        """Write points with their predictions for the machine, and for its speed at the time."""
-        for weights, row in points:
-            model, config = planned_model(self._model, weights), RunConfig(row["kv"], ACTIVATIONS)
-            workload = Workload(row["batch"], row["prompt"], GENERATE)
-            for suffix, measured in (("", machine), ("_then", then)):
-                found = predict(model, row["partition"], measured, workload, config)
-                row[f"predicted_prefill_s{suffix}"] = found.prefill_s
-                row[f"predicted_decode_s{suffix}"] = found.decode_s
-            self._append(row)
-
-    def _time(self, loaded: Any, prompt: int, batch: int) -> tuple[list[Times], float]:
-        """Return the least disturbed repetitions, and the time of the fixed product around them."""
+    def _time(self, loaded: Any, prompt: int, batch: int) -> tuple[list[Times], MachineState]:
+        """Return the least disturbed repetitions, and the state of the machine around them."""
         time_both(loaded, prompt, 2, batch)
         return self._undisturbed(
             lambda: [time_both(loaded, prompt, GENERATE, batch) for _ in range(REPEATS)]
         )
 
-    def _undisturbed(self, measure: Callable[[], Measured]) -> tuple[Measured, float]:
-        """Return the least disturbed measurement, and the time of the fixed product around it."""
-        tries: list[tuple[float, Measured]] = []
+    def _undisturbed(self, measure: Callable[[], Measured]) -> tuple[Measured, MachineState]:
+        """Return the least disturbed measurement, and the state of the machine around it."""
+        tries: list[tuple[MachineState, Measured]] = []
         for _ in range(TRIES):
-            before = self._quiet.seconds()
+            before = self._quiet.state()
             taken = measure()
-            tries.append((max(before, self._quiet.seconds()), taken))
-            if tries[-1][0] <= DISTURBED * self._quiet.fastest_s:
+            tries.append((before.and_later(self._quiet.state()), taken))
+            if tries[-1][0].disturbance(self._quiet.fastest_s) <= DISTURBED:
                 break
-        probe_s, taken = min(tries, key=lambda each: each[0])
-        return taken, probe_s
+        state, taken = min(tries, key=lambda each: each[0].disturbance(self._quiet.fastest_s))
+        return taken, state
 
     def _measure_choices(self, machine: Machine) -> None:
         """Measure the plan for each limit and batch, and the best plans of other partitions."""
@@ -328,11 +323,10 @@ class Run:
                 weights = WeightFormats(tuple(plan.formats.items()), {})
                 kv = f"{plan.keys}/{plan.values}"
                 kld = probe.measure(weights=weights, kv=kv, quantizer=QUANTIZER).kld
-                points = self._measure_speed(
-                    "choices", plan.formats, kv, partition, [(batch, CHOICE_PROMPT)],
+                self._measure_speed(
+                    machine, "choices", plan.formats, kv, partition, [(batch, CHOICE_PROMPT)],
                     limit=limit, chosen=plan is best, kld=kld,
                 )  # fmt: skip
-                self._append_points(points, machine, machine)
 
     def _plans(self, machine: Machine, limit: float, batch: int) -> Iterator[JointPlan]:
         """Yield the fastest plan with each possible partition for a limit of the divergence."""
@@ -357,31 +351,64 @@ class Run:
         print(json.dumps(row), flush=True)
 
 
-class FixedProduct:
-    """Product on both ranks at once, whose time tells whether anything else runs."""
+@dataclass(frozen=True)
+class MachineState:
+    """Speed of the machine before and after a measurement."""
+
+    probe_s: float
+    """Seconds per weight of a fixed product on both ranks at once, on the slower one."""
+    read_bytes_per_s: float
+    """Memory bandwidth of a rank while both read."""
+    read_alone_bytes_per_s: float
+    """Memory bandwidth of a rank while the other one waits."""
+    read_ratio: float = 1.0
+    """The larger of two bandwidths, before and after, over the other one."""
+
+    def and_later(self, later: MachineState) -> MachineState:
+        """Return the slower product and the mean bandwidths of two moments."""
+        two = self.read_bytes_per_s, later.read_bytes_per_s
+        alone = self.read_alone_bytes_per_s, later.read_alone_bytes_per_s
+        return MachineState(
+            max(self.probe_s, later.probe_s),
+            statistics.fmean(two),
+            statistics.fmean(alone),
+            max(max(two) / min(two), max(alone) / min(alone)),
+        )
+
+    def disturbance(self, fastest_s: float) -> float:
+        """Return by which factor, at least 1, the machine was slower, or its memory changed."""
+        return max(self.probe_s / fastest_s, self.read_ratio)
+
+
+class MachineProbe:
+    """Product and reads on both ranks, whose times tell the speed of the machine at the moment."""
 
     fastest_s = np.inf
 
     def __init__(self) -> None:
         self._ranks = ThreadRanks(2)
 
-        def make(comm: Comm) -> Any:
+        def make(comm: Comm) -> tuple[Callable[[], float], ReadProbe]:
             set_num_threads(1)
-            return product_timer(matrix("q4_k"), PROBE_ROWS, ACTIVATIONS, PROBE_S)
+            product = product_timer(matrix("q4_k"), PROBE_ROWS, ACTIVATIONS, PROBE_S)
+            return product, ReadProbe(PROBE_BYTES, 1)
 
-        self._timers = self._ranks.run(make)
+        self._probes = self._ranks.run(make)
 
-    def seconds(self) -> float:
-        """Return the seconds per weight on the slower rank."""
+    def state(self) -> MachineState:
+        """Measure the speed of the machine."""
 
-        def measure(comm: Comm) -> float:
-            self._timers[comm.rank]()  # an idle core needs a while to reach its speed
+        def measure(comm: Comm) -> tuple[float, float, float]:
+            product, read = self._probes[comm.rank]
+            product()  # an idle core needs a while to reach its speed
             comm.barrier()
-            return float(self._timers[comm.rank]())
+            product_s, ranks = product(), Ranks(comm)
+            together, alone = (part(read.seconds, READS) for part in (ranks.at_once, ranks.in_turn))
+            return product_s, read.n_bytes / together, read.n_bytes / alone
 
-        found = max(self._ranks.run(measure))
-        self.fastest_s = min(self.fastest_s, found)
-        return found
+        products, together, alone = zip(*self._ranks.run(measure), strict=True)
+        self.fastest_s = min(self.fastest_s, max(products))
+        return MachineState(max(products), statistics.fmean(together), statistics.fmean(alone))
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -395,24 +422,28 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return errors of the predictions, and the regret of the choices, as Markdown."""
     prompt, token = "time of a prompt", "time of a generated token"
     columns = "speed", "predicted_decode_s", "decode_s"
-    then = "speed", "predicted_decode_s_then", "decode_s"
+    now = "speed", "predicted_decode_s_now", "decode_s"
     lines = [
         "| predicted | points | median error | 90 % below | largest |",
         "|---|--:|--:|--:|--:|",
         *errors(rows, "KL divergence", "kld", "predicted_kld", "kld"),
         *errors(rows, prompt, "speed", "predicted_prefill_s", "prefill_s"),
         *errors(
-            rows, f"{prompt}, machine of the time", "speed", "predicted_prefill_s_then", "prefill_s"
+            rows,
+            f"{prompt}, bandwidth of the time",
+            "speed",
+            "predicted_prefill_s_now",
+            "prefill_s",
         ),
         *errors(rows, token, *columns),
-        *errors(rows, f"{token}, machine of the time", *then),
-        *errors(undisturbed(rows), f"{token}, undisturbed", *columns),
+        *errors(rows, f"{token}, bandwidth of the time", *now),
+        *errors(undisturbed(rows), f"{token}, bandwidth of the time, undisturbed", *now),
         *spread(rows),
     ]
     for key, values in (("partition", PARTITIONS), ("batch", sorted({b for b, _ in CASES}))):
         for value in values:
             some = [row for row in rows if row.get(key) == value]
-            lines += errors(some, f"{token}, {key} `{value}`", *columns)
+            lines += errors(some, f"{token}, bandwidth of the time, {key} `{value}`", *now)
     found = list(regrets(rows))
     if found:
         lines += ["", "| limit | batch | plan | tokens/s | fastest | tokens/s | regret | KLD |"]
@@ -421,13 +452,18 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def undisturbed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows without measurements of speed during which other work ran."""
+    """Return the measurements of speed during which no other work ran and the memory was steady."""
+    rows = [row for row in rows if "probe_s" in row]
     fastest: dict[str, float] = {}
     for row in rows:
         run = row["measurement"]
-        fastest[run] = min(fastest.get(run, np.inf), row.get("probe_s", np.inf))
-    limits = {run: DISTURBED * seconds for run, seconds in fastest.items()}
-    return [row for row in rows if row.get("probe_s", 0.0) <= limits[row["measurement"]]]
+        fastest[run] = min(fastest.get(run, np.inf), row["probe_s"])
+    names = [field.name for field in dataclasses.fields(MachineState)]
+    return [
+        row for row in rows
+        if MachineState(**{n: row[n] for n in names}).disturbance(fastest[row["measurement"]])
+        <= DISTURBED
+    ]  # fmt: skip
 
 
 def errors(
