@@ -177,21 +177,6 @@ class Device:
         return next(iter(self.operations_per_s)) if wanted is None else wanted
 
 
-def _with_slower_memory(device: Device, factor: float, factor_alone: float) -> Device:
-    """Return a device whose memory takes `factor` times as long, or `factor_alone` for one rank."""
-    alone = device.read_alone_bytes_per_s or device.read_bytes_per_s
-    formats = {
-        name: {a: rates.with_slower_memory(factor, factor_alone) for a, rates in measured.items()}
-        for name, measured in device.formats.items()
-    }
-    return dataclasses.replace(
-        device,
-        read_bytes_per_s=device.read_bytes_per_s / factor,
-        read_alone_bytes_per_s=alone / factor_alone,
-        formats=formats,
-    )
-
-
 @dataclass(frozen=True)
 class Link:
     """Link between two ranks."""
@@ -242,24 +227,6 @@ class Machine:
     them after each step; 0 for ranks that are processes."""
     measurement: int = 0
     """`nbflow.planner.measure_machine.VERSION`; 0 if written by hand."""
-
-    def at_bandwidth(self, together: float, alone: float) -> Machine:
-        """Return the machine with another memory bandwidth.
-
-        Parameters
-        ----------
-        together, alone : float
-            Bytes per second that the first rank reads while all ranks read, and while no other one
-            does.  Those of the other ranks, and products from memory, change by the same factors;
-            `Rates.seconds` has their bound, the time from the caches.
-        """
-        first = self.devices[0]
-        slower = first.read_bytes_per_s / together
-        slower_alone = (first.read_alone_bytes_per_s or first.read_bytes_per_s) / alone
-        return dataclasses.replace(
-            self,
-            devices=tuple(_with_slower_memory(each, slower, slower_alone) for each in self.devices),
-        )
 
     def link(self, ranks: Sequence[int]) -> Link:
         """Return the slowest link among these ranks."""

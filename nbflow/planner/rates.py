@@ -67,15 +67,6 @@ class Rates:
         beyond = max(1.0, rows / self.rows[-1])
         return weights * beyond * float(np.interp(rows, self.rows, mixed))
 
-    def with_slower_memory(self, factor: float, factor_alone: float) -> Rates:
-        """Return the times where reading memory takes longer by a factor, alone by another one."""
-        return Rates(
-            self.rows,
-            self.cached_s,
-            tuple(s * factor for s in self.streamed_s),
-            tuple(s * factor_alone for s in self.streamed_alone_s),
-        )
-
 
 @dataclass(frozen=True)
 class CacheRates:

@@ -22,14 +22,12 @@ partition; ``table`` (FOLDER/README.md) compares the plan with the fastest of th
 within the limit: the regret is the speed that the fastest one has above the plan's.
 
 Each measurement of speed has a fixed product on both ranks before and after it (`probe_s`), and
-reads of memory.  Where the product takes over `DISTURBED` times as long as the fastest one of the
-run, other programs or guests of the host were at work; where the bandwidth after it differs by as
-much from that before, it changed meanwhile.  The measurement is then repeated, at most `TRIES`
-times, and the table has a line for the rows that are not disturbed.
-
-Some hosts move a guest's cores between chips, which changes its memory bandwidth by half within
-seconds.  So each point is predicted for the machine as FOLDER/machine.toml has it, and for the
-bandwidth before and after it (`Machine.at_bandwidth`).
+reads of memory (`read_bytes_per_s`).  Where the product takes over `DISTURBED` times as long as the
+fastest one of the run, other programs or guests of the host were at work.  Some hosts move a
+guest's cores between chips, with caches and links to the memory of their own, which changes its
+bandwidth by half within seconds: where it is by `OTHER_MEMORY` above or below that of
+FOLDER/machine.toml, the machine is not the measured one.  In both cases the measurement is
+repeated, at most `TRIES` times; the table has lines for all rows and for those that remain.
 
 Rows are appended to FOLDER/rows.jsonl; a run goes on with the next point.  MODEL may be
 ``random``: 90 million random weights with the tokenizer of tiny_python, made in a temporary folder,
@@ -102,9 +100,9 @@ LIMITS = (0.01, 0.1)
 CHOICE_BATCHES, CHOICE_PROMPT = (1, 8), 64
 """Every choice of formats is measured with these, too, so that speeds can be compared."""
 GENERATE, REPEATS = 24, 4
-DISTURBED, TRIES = 1.1, 6
-"""Time of the fixed product, as a multiple of its fastest, above which a measurement is repeated;
-and how often it is measured at most."""
+DISTURBED, OTHER_MEMORY, TRIES = 1.1, 1.25, 6
+"""Time of the fixed product as a multiple of its fastest, and ratio of memory bandwidths, above
+which a measurement is repeated; and how often it is measured at most."""
 PROBE_ROWS, PROBE_S, READS = 8, 0.02, 5
 """Rows of the fixed product, seconds of its repetitions (several time slices of a core), and reads
 of `PROBE_BYTES`."""
@@ -157,7 +155,7 @@ class Run:
             for seed, formats, kv in self._points("kld"):
                 self._measure_kld(probe, seed, formats, kv)
             return
-        self._quiet = MachineProbe()
+        self._probe_machine = MachineProbe()
         machine = self._machine()
         if self._what == "speed":
             self._measure_speeds(machine)
@@ -196,11 +194,12 @@ class Run:
         path = self._folder / "machine.toml"
         # a file of an older measurement may have keys that are unknown now
         if not path.exists() or f"measurement = {VERSION}\n" not in path.read_text():
-            path.write_text(machine_toml(median_machine([self._round() for _ in range(ROUNDS)])))
+            path.write_text(machine_toml(self._measured()))
         return load_machine(path)
 
-    def _round(self) -> Machine:
-        """Measure the machine once."""
+    def _measured(self) -> Machine:
+        """Return the medians of rounds of measurements between which the memory stays the same."""
+        rounds: list[Machine] = []
 
         def measure() -> Machine:
             formats = (*WEIGHTS, "f16")
@@ -208,7 +207,9 @@ class Run:
             assert machine is not None
             return machine
 
-        return self._undisturbed(measure)[0]
+        for _ in range(ROUNDS):
+            rounds.append(self._undisturbed(measure, lambda found: [*rounds, found][0])[0])
+        return median_machine(rounds)
 
     def _choice(self, seed: int) -> tuple[dict[str, str], str]:
         """Return the weight formats and cache formats of a point."""
@@ -273,7 +274,7 @@ class Run:
             activations=ACTIVATIONS, threads=1, max_context=512,
         ) as loaded:  # fmt: skip
             for batch, prompt in cases:
-                taken, state = self._time(loaded, prompt, batch)
+                taken, state = self._time(machine, loaded, prompt, batch)
                 row = {
                     "what": what, "predictor": VERSION, "kv": kv, "partition": partition,
                     "batch": batch, "prompt": prompt, "bits": self._bits(formats),
@@ -281,31 +282,41 @@ class Run:
                     "decode_s": lower_quartile([t.step_s for t in taken]),
                     "decode_s_of_all": [t.step_s for t in taken], **vars(state), **more,
                 }  # fmt: skip
-                now = machine.at_bandwidth(state.read_bytes_per_s, state.read_alone_bytes_per_s)
-                workload = Workload(batch, prompt, GENERATE)
-                for suffix, known in (("", machine), ("_now", now)):
-                    found = predict(model, partition, known, workload, config)
-                    row[f"predicted_prefill_s{suffix}"] = found.prefill_s
-                    row[f"predicted_decode_s{suffix}"] = found.decode_s
+                found = predict(
+                    model, partition, machine, Workload(batch, prompt, GENERATE), config
+                )
+                row["predicted_prefill_s"] = found.prefill_s
+                row["predicted_decode_s"] = found.decode_s
                 self._append(row)
 
-    def _time(self, loaded: Any, prompt: int, batch: int) -> tuple[list[Times], MachineState]:
+    def _time(
+        self, machine: Machine, loaded: Any, prompt: int, batch: int
+    ) -> tuple[list[Times], MachineState]:
         """Return the least disturbed repetitions, and the state of the machine around them."""
         time_both(loaded, prompt, 2, batch)
         return self._undisturbed(
-            lambda: [time_both(loaded, prompt, GENERATE, batch) for _ in range(REPEATS)]
+            lambda: [time_both(loaded, prompt, GENERATE, batch) for _ in range(REPEATS)],
+            lambda taken: machine,
         )
 
-    def _undisturbed(self, measure: Callable[[], Measured]) -> tuple[Measured, MachineState]:
-        """Return the least disturbed measurement, and the state of the machine around it."""
+    def _undisturbed(
+        self, measure: Callable[[], Measured], described: Callable[[Measured], Machine]
+    ) -> tuple[Measured, MachineState]:
+        """Return the least disturbed measurement, and the state of the machine around it.
+
+        `described` returns the machine whose memory bandwidth both should have.
+        """
         tries: list[tuple[MachineState, Measured]] = []
         for _ in range(TRIES):
-            before = self._quiet.state()
+            before = self._probe_machine.state()
             taken = measure()
-            tries.append((before.and_later(self._quiet.state()), taken))
-            if tries[-1][0].disturbance(self._quiet.fastest_s) <= DISTURBED:
+            after = self._probe_machine.state()
+            read_bytes_per_s = described(taken).devices[0].read_bytes_per_s
+            tries.append((before.and_later(after, read_bytes_per_s), taken))
+            if tries[-1][0].disturbance(self._probe_machine.fastest_s) <= 1.0:
                 break
-        state, taken = min(tries, key=lambda each: each[0].disturbance(self._quiet.fastest_s))
+        fastest_s = self._probe_machine.fastest_s
+        state, taken = min(tries, key=lambda each: each[0].disturbance(fastest_s))
         return taken, state
 
     def _measure_choices(self, machine: Machine) -> None:
@@ -359,25 +370,18 @@ class MachineState:
     """Seconds per weight of a fixed product on both ranks at once, on the slower one."""
     read_bytes_per_s: float
     """Memory bandwidth of a rank while both read."""
-    read_alone_bytes_per_s: float
-    """Memory bandwidth of a rank while the other one waits."""
     read_ratio: float = 1.0
-    """The larger of two bandwidths, before and after, over the other one."""
+    """Ratio, at least 1, of the bandwidths before and after to that of the described machine."""
 
-    def and_later(self, later: MachineState) -> MachineState:
-        """Return the slower product and the mean bandwidths of two moments."""
-        two = self.read_bytes_per_s, later.read_bytes_per_s
-        alone = self.read_alone_bytes_per_s, later.read_alone_bytes_per_s
-        return MachineState(
-            max(self.probe_s, later.probe_s),
-            statistics.fmean(two),
-            statistics.fmean(alone),
-            max(max(two) / min(two), max(alone) / min(alone)),
-        )
+    def and_later(self, later: MachineState, described: float) -> MachineState:
+        """Return the slower product, the mean bandwidth, and the larger ratio of two moments."""
+        reads = self.read_bytes_per_s, later.read_bytes_per_s
+        ratio = max(max(read, described) / min(read, described) for read in reads)
+        return MachineState(max(self.probe_s, later.probe_s), statistics.fmean(reads), ratio)
 
     def disturbance(self, fastest_s: float) -> float:
-        """Return by which factor, at least 1, the machine was slower, or its memory changed."""
-        return max(self.probe_s / fastest_s, self.read_ratio)
+        """Return how far from the described machine this is; up to 1 counts as the same."""
+        return max(self.probe_s / fastest_s / DISTURBED, self.read_ratio / OTHER_MEMORY)
 
 
 class MachineProbe:
@@ -398,17 +402,15 @@ class MachineProbe:
     def state(self) -> MachineState:
         """Measure the speed of the machine."""
 
-        def measure(comm: Comm) -> tuple[float, float, float]:
+        def measure(comm: Comm) -> tuple[float, float]:
             product, read = self._probes[comm.rank]
             product()  # an idle core needs a while to reach its speed
             comm.barrier()
-            product_s, ranks = product(), Ranks(comm)
-            together, alone = (part(read.seconds, READS) for part in (ranks.at_once, ranks.in_turn))
-            return product_s, read.n_bytes / together, read.n_bytes / alone
+            return product(), read.n_bytes / Ranks(comm).at_once(read.seconds, READS)
 
-        products, together, alone = zip(*self._ranks.run(measure), strict=True)
+        products, reads = zip(*self._ranks.run(measure), strict=True)
         self.fastest_s = min(self.fastest_s, max(products))
-        return MachineState(max(products), statistics.fmean(together), statistics.fmean(alone))
+        return MachineState(max(products), statistics.fmean(reads))
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -422,28 +424,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return errors of the predictions, and the regret of the choices, as Markdown."""
     prompt, token = "time of a prompt", "time of a generated token"
     columns = "speed", "predicted_decode_s", "decode_s"
-    now = "speed", "predicted_decode_s_now", "decode_s"
     lines = [
         "| predicted | points | median error | 90 % below | largest |",
         "|---|--:|--:|--:|--:|",
         *errors(rows, "KL divergence", "kld", "predicted_kld", "kld"),
         *errors(rows, prompt, "speed", "predicted_prefill_s", "prefill_s"),
-        *errors(
-            rows,
-            f"{prompt}, bandwidth of the time",
-            "speed",
-            "predicted_prefill_s_now",
-            "prefill_s",
-        ),
         *errors(rows, token, *columns),
-        *errors(rows, f"{token}, bandwidth of the time", *now),
-        *errors(undisturbed(rows), f"{token}, bandwidth of the time, undisturbed", *now),
+        *errors(undisturbed(rows), f"{token}, machine as described", *columns),
         *spread(rows),
     ]
     for key, values in (("partition", PARTITIONS), ("batch", sorted({b for b, _ in CASES}))):
         for value in values:
-            some = [row for row in rows if row.get(key) == value]
-            lines += errors(some, f"{token}, bandwidth of the time, {key} `{value}`", *now)
+            some = [row for row in undisturbed(rows) if row[key] == value]
+            lines += errors(some, f"{token}, machine as described, {key} `{value}`", *columns)
     found = list(regrets(rows))
     if found:
         lines += ["", "| limit | batch | plan | tokens/s | fastest | tokens/s | regret | KLD |"]
@@ -452,17 +445,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def undisturbed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the measurements of speed during which no other work ran and the memory was steady."""
-    rows = [row for row in rows if "probe_s" in row]
+    """Return the measurements of speed of the machine as it was described."""
     fastest: dict[str, float] = {}
     for row in rows:
         run = row["measurement"]
-        fastest[run] = min(fastest.get(run, np.inf), row["probe_s"])
+        fastest[run] = min(fastest.get(run, np.inf), row.get("probe_s", np.inf))
     names = [field.name for field in dataclasses.fields(MachineState)]
     return [
         row for row in rows
-        if MachineState(**{n: row[n] for n in names}).disturbance(fastest[row["measurement"]])
-        <= DISTURBED
+        if row["what"] == "speed"
+        and MachineState(**{n: row[n] for n in names}).disturbance(fastest[row["measurement"]])
+        <= 1.0
     ]  # fmt: skip
 
 
