@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -307,25 +308,22 @@ def _start(
         memory.begin(mine)
         links = make_device_comms(mine, plan, groups, place)
         memory.note_communicators(len(links.comms))
-        engine: Worker | None = None
-        failure: Exception | None = None
-        try:
-            with open_weights(source.path) as stored, source.prepared.apply_to(stored) as file:
-                check(source.spec, file)
-                own = dataclasses.replace(
-                    options, threads=threads[plan.numbers[mine.rank]], place=place,
-                    trace=TracePrinter(mine.rank) if given.trace else None,
-                )  # fmt: skip
-                engine = Worker(
-                    plan, file, mine, groups, source.spec, own, links=links, device_memory=memory
-                )
-        except (UsageError, OSError, MemoryError) as error:
-            failure = error
-        status.idle()  # the others may need longer
-        _agree(mine, failure, "while loading its shard")
+        own = dataclasses.replace(
+            options, threads=threads[plan.numbers[mine.rank]], place=place,
+            trace=TracePrinter(mine.rank) if given.trace else None,
+        )  # fmt: skip
+        with _agreed(mine, "while loading its shard"):
+            try:
+                with open_weights(source.path) as stored, source.prepared.apply_to(stored) as file:
+                    check(source.spec, file)
+                    worker = Worker(
+                        plan, file, mine, groups, source.spec, own, links=links,
+                        device_memory=memory,
+                    )  # fmt: skip
+            finally:
+                status.idle()  # the others may need longer
         memory.note_loaded()  # by all ranks
-        assert engine is not None
-        return engine
+        return worker
 
     if comm.size == 1 and len(plan.ranks) > 1:
         team = ThreadRanks(len(plan.ranks))
@@ -339,20 +337,20 @@ def _start(
 
 def _own_device(place: RankDevice, comm: Comm) -> Device:
     """Return the device of this rank as the current one; fails on every rank if one lacks its."""
-    device: Device | None = None
-    failure: Exception | None = None
-    try:
+    with _agreed(comm, "while looking for its device"):
         device = place.find()
         device.activate()
-    except (UsageError, MissingExtraError) as error:
-        failure = error
-    _agree(comm, failure, "while looking for its device")
-    assert device is not None
     return device
 
 
-def _agree(comm: Comm, failure: Exception | None, when: str) -> None:
-    """Raise on every rank if one has failed, so that none waits for it."""
+@contextlib.contextmanager
+def _agreed(comm: Comm, when: str) -> Iterator[None]:
+    """Raise on every rank if the block fails on one, so that none waits for it; collective."""
+    failure: Exception | None = None
+    try:
+        yield
+    except (UsageError, MissingExtraError, OSError, MemoryError) as error:
+        failure = error
     failures = comm.bcast_object(comm.gather_object(failure))
     if failure is not None and not (comm.size > 1 and isinstance(failure, MemoryError)):
         raise failure
