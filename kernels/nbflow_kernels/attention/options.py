@@ -29,8 +29,8 @@ def from_arguments(
     `arguments` are the ``locals()`` of a function with FlashInfer's long signature; `changed` are
     fields that have another value or name there.
     """
-    names = kind.__dataclass_fields__.keys() & arguments.keys()  # type: ignore[attr-defined]
-    return kind(**{name: arguments[name] for name in names} | changed)
+    names = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return kind(**({name: arguments[name] for name in names if name in arguments} | changed))
 
 
 @dataclass(frozen=True)

@@ -170,11 +170,12 @@ def single_prefill_with_kv_cache(
            [2., 3., 4., 5.]], dtype=float32)
     """
     check_backend(backend)
+    given = locals()
     call = from_arguments(
-        AttentionCall, locals(), q_scale=scale_q, k_scale=_both("k", scale_k, k_scale),
+        AttentionCall, given, q_scale=scale_q, k_scale=_both("k", scale_k, k_scale),
         v_scale=_both("v", scale_v, v_scale),
     )  # fmt: skip
-    options, inputs = from_arguments(Options, locals()), from_arguments(PlanInputs, locals())
+    options, inputs = from_arguments(Options, given), from_arguments(PlanInputs, given)
     return _run(q, k, v, options, inputs, call, kv_cache_sf)
 
 
@@ -248,11 +249,12 @@ def single_decode_with_kv_cache(
         check_array("out", out, (q.shape[0], None), q.dtype)
     if lse is not None:
         check_array("lse", lse, q.shape[:1])
+    given = locals()
     call = from_arguments(
-        AttentionCall, locals(), tensor_cores=use_tensor_cores,
+        AttentionCall, given, tensor_cores=use_tensor_cores,
         out=None if out is None else out[None], lse=None if lse is None else lse[None],
     )  # fmt: skip
-    options, inputs = from_arguments(Options, locals()), from_arguments(PlanInputs, locals())
+    options, inputs = from_arguments(Options, given), from_arguments(PlanInputs, given)
     result = _run(q[None], k, v, options, inputs, call)
     if return_lse:
         found, found_lse = result
