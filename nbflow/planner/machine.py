@@ -118,6 +118,19 @@ class Device:
             return memory_s
         return cached * n_bytes / self.cached_bytes_per_s + (1.0 - cached) * memory_s
 
+    def with_slower_memory(self, factor: float) -> Device:
+        """Return the device with reads of memory that take longer by a factor."""
+        formats = {
+            name: {a: rates.with_slower_memory(factor) for a, rates in measured.items()}
+            for name, measured in self.formats.items()
+        }
+        return dataclasses.replace(
+            self,
+            read_bytes_per_s=self.read_bytes_per_s / factor,
+            read_alone_bytes_per_s=self.read_alone_bytes_per_s / factor,
+            formats=formats,
+        )
+
     def host_s(self, n_sequences: int, cached: float) -> float:
         """Return the host overhead of a step that finds a share of its bytes in the caches.
 
@@ -227,6 +240,20 @@ class Machine:
     them after each step; 0 for ranks that are processes."""
     measurement: int = 0
     """`nbflow.planner.measure_machine.VERSION`; 0 if written by hand."""
+
+    def at_bandwidth(self, read_bytes_per_s: float) -> Machine:
+        """Return the machine with another memory bandwidth.
+
+        Parameters
+        ----------
+        read_bytes_per_s : float
+            What the first rank reads while all ranks read, bytes per second.  Other reads of memory
+            change by the same factor, with a product's time from the caches as its bound
+            (`Rates.seconds`).
+        """
+        factor = self.devices[0].read_bytes_per_s / read_bytes_per_s
+        devices = tuple(device.with_slower_memory(factor) for device in self.devices)
+        return dataclasses.replace(self, devices=devices)
 
     def link(self, ranks: Sequence[int]) -> Link:
         """Return the slowest link among these ranks."""

@@ -67,6 +67,13 @@ class Rates:
         beyond = max(1.0, rows / self.rows[-1])
         return weights * beyond * float(np.interp(rows, self.rows, mixed))
 
+    def with_slower_memory(self, factor: float) -> Rates:
+        """Return the times where reading memory takes longer by a factor."""
+        together, alone = (
+            tuple(s * factor for s in times) for times in (self.streamed_s, self.streamed_alone_s)
+        )
+        return Rates(self.rows, self.cached_s, together, alone)
+
 
 @dataclass(frozen=True)
 class CacheRates:

@@ -220,6 +220,21 @@ def test_exchanges_take_the_latency_of_the_link():
     assert decode_s("0&1", link=captured) == pytest.approx(wanted, rel=1e-9)
 
 
+def test_products_from_memory_change_with_its_bandwidth():
+    """Half the bandwidth; the caches stay as they are."""
+    measured = Rates((1, 2), (4e-12, 5e-12), (8e-12, 8e-12), (4e-12, 5e-12))
+    before = machine(
+        2, read_bytes_per_s=2e10, read_alone_bytes_per_s=3e10, formats={"q4_0": {"int8": measured}}
+    )
+    found = before.at_bandwidth(1e10).devices
+    assert found[0] == found[1]
+    assert (found[0].read_bytes_per_s, found[0].read_alone_bytes_per_s) == (1e10, 1.5e10)
+    taken = found[0].formats["q4_0"]["int8"]
+    assert taken == Rates((1, 2), (4e-12, 5e-12), (16e-12, 16e-12), (8e-12, 10e-12))
+    fast = before.at_bandwidth(16e10).devices[0].formats["q4_0"]["int8"]
+    assert fast.seconds(1.0, 1, 0.0, alone=False) == 4e-12  # as from the caches
+
+
 def test_a_pipeline_divides_a_batch_of_prompts():
     """Two stages: a half of the prompts is in the second one while the first has the other."""
     formats = {"q4_0": {"int8": rates(1e-9, 1e-9, 1e-9)}, "f16": {"f32": rates()}}

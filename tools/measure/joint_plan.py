@@ -27,7 +27,9 @@ fastest one of the run, other programs or guests of the host were at work.  Some
 guest's cores between chips, with caches and links to the memory of their own, which changes its
 bandwidth by half within seconds: where it is by `OTHER_MEMORY` above or below that of
 FOLDER/machine.toml, the machine is not the measured one.  In both cases the measurement is
-repeated, at most `TRIES` times; the table has lines for all rows and for those that remain.
+repeated, at most `TRIES` times; the table has lines for all rows and for those that remain.  Each
+row has the predictions for the machine as described, and for the memory bandwidth that was measured
+before and after it (`Machine.at_bandwidth`).
 
 Rows are appended to FOLDER/rows.jsonl; a run goes on with the next point.  MODEL may be
 ``random``: 90 million random weights with the tokenizer of tiny_python, made in a temporary folder,
@@ -282,11 +284,12 @@ class Run:
                     "decode_s": lower_quartile([t.step_s for t in taken]),
                     "decode_s_of_all": [t.step_s for t in taken], **vars(state), **more,
                 }  # fmt: skip
-                found = predict(
-                    model, partition, machine, Workload(batch, prompt, GENERATE), config
-                )
-                row["predicted_prefill_s"] = found.prefill_s
-                row["predicted_decode_s"] = found.decode_s
+                now = machine.at_bandwidth(state.read_bytes_per_s)
+                workload = Workload(batch, prompt, GENERATE)
+                for suffix, known in (("", machine), ("_now", now)):
+                    found = predict(model, partition, known, workload, config)
+                    row[f"predicted_prefill_s{suffix}"] = found.prefill_s
+                    row[f"predicted_decode_s{suffix}"] = found.decode_s
                 self._append(row)
 
     def _time(
@@ -422,21 +425,23 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return errors of the predictions, and the regret of the choices, as Markdown."""
-    prompt, token = "time of a prompt", "time of a generated token"
+    prompt, token, alike = "time of a prompt", "time of a generated token", undisturbed(rows)
     columns = "speed", "predicted_decode_s", "decode_s"
+    now = "speed", "predicted_decode_s_now", "decode_s"
     lines = [
         "| predicted | points | median error | 90 % below | largest |",
         "|---|--:|--:|--:|--:|",
         *errors(rows, "KL divergence", "kld", "predicted_kld", "kld"),
         *errors(rows, prompt, "speed", "predicted_prefill_s", "prefill_s"),
         *errors(rows, token, *columns),
-        *errors(undisturbed(rows), f"{token}, machine as described", *columns),
+        *errors(alike, f"{token}, machine as described", *columns),
+        *errors(alike, f"{token}, bandwidth of the time", *now),
         *spread(rows),
     ]
     for key, values in (("partition", PARTITIONS), ("batch", sorted({b for b, _ in CASES}))):
         for value in values:
-            some = [row for row in undisturbed(rows) if row[key] == value]
-            lines += errors(some, f"{token}, machine as described, {key} `{value}`", *columns)
+            some = [row for row in alike if row[key] == value]
+            lines += errors(some, f"{token}, bandwidth of the time, {key} `{value}`", *now)
     found = list(regrets(rows))
     if found:
         lines += ["", "| limit | batch | plan | tokens/s | fastest | tokens/s | regret | KLD |"]
