@@ -111,6 +111,7 @@ def build_spec(
     rope, local_rope, softmax_factor = ropes(values, where, rope_divisors)
     same = {field.name: values[field.name] for field in fields(ModelSpec) if field.name in FIELDS}
     has_classifier = all(names.get(f"{part}.weight") in held for part in ("pooler", "classifier"))
+    same["max_context"] = _dense_context(values, where)  # `ropes` depend on the stated length
     same["classifier"] = (
         _classifier(values["classifier"], config, where) if has_classifier else None
     )
@@ -163,6 +164,19 @@ def _encoder(
         return None
     name = f"{name} (encoder)"
     return build_spec(own, config, name=name, where=where, checkpoint_tensors=checkpoint_tensors)
+
+
+def _dense_context(values: Mapping[str, Any], where: str) -> int:
+    """Return the longest context in which attention is dense."""
+    longest, sparse_from = int(values["max_context"]), values["sparse_from"]
+    if sparse_from is None:
+        return longest
+    if sparse_from < 2:
+        raise UsageError(
+            f"{where}: attention is sparse at every length (sparse_from = {sparse_from}), which is "
+            "not supported; without sparse_config it is dense at every length"
+        )
+    return min(longest, int(sparse_from) - 1)
 
 
 def _sm_scale(values: Mapping[str, Any], factor: float) -> float:
