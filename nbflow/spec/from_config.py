@@ -518,7 +518,7 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
         layers = frozenset(i for i in values["expert_layers"] if i < values["n_layers"])
     if not layers:
         return None
-    router = ("scoring", "renormalize", "scale", "groups", "groups_used", "group_score")
+    router = ("scoring", "renormalize", "margin", "scale", "groups", "groups_used", "group_score")
     return MoeSpec(
         n_experts=values["n_experts"],
         top_k=values["experts_per_token"],
