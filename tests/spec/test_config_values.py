@@ -274,6 +274,7 @@ MATTERS = [
      "text_config.final_logit_softcapping = 30.0"),
     ("minicpm3", {"scale_depth": None}, "the configuration does not say residual_scale"),
     ("minicpm", {"sparse_config": {"dense_len": -1}}, "attention is sparse at every length"),
+    ("phimoe", {"router_jitter_noise": -0.1}, "router_margin must be at least 0, and goes with"),
     ("ministral3", {"text_config": {"model_type": "sphinx"}}, "unknown model_type 'mistral3'"),
     ("gpt_neox", {"attention_bias": False}, "attention_bias = False"),
     ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
