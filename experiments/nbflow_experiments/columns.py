@@ -10,6 +10,7 @@ STATUS: dict[str, str] = {
     "attempt": "number of the attempt whose result this is",
     "error_type": "class of the error of a failed point",
     "error_message": "message of the error",
+    "error_step": "measure, or other step, that failed",
     "wall_s": "seconds that the point took, loading included",
     "quality_shared_from": "point that measured the quality of this configuration",
     "partition_chosen": "partition that ran, where the setting is auto",

@@ -23,7 +23,6 @@ GRAPH_KERNEL_BYTES = 2048
 """Device memory of a kernel in a graph: estimated, drivers do not document it."""
 COMMUNICATOR_BYTES = 128 << 20
 """Device memory of an NCCL communicator: estimated, it depends on the links."""
-MIN_WORKSPACE_ITEMS = 1024
 MAX_SPLIT_TOKENS = 1024
 """Tokens up to which products may be split; their sums do not grow with the number of tokens."""
 ATTENTIONS = ("attention", "cross_attention")
@@ -35,9 +34,10 @@ class DeviceLimits:
 
     n_sms: int
     max_shared_bytes: int
+    arch: str
 
 
-H100 = DeviceLimits(132, 227 << 10)
+H100 = DeviceLimits(132, 227 << 10, "sm_90")
 """Limits of devices that need not exist; others have fewer multiprocessors."""
 
 
@@ -47,7 +47,7 @@ def device_limits(device: str) -> DeviceLimits:
         return H100
     stand_in: Any = importlib.import_module("nbflow_ptx.cupy_stand_in")
     found = stand_in.ndarray.__kernel_device__
-    return DeviceLimits(found.n_sms, found.max_shared_bytes)
+    return DeviceLimits(found.n_sms, found.max_shared_bytes, found.arch)
 
 
 @dataclass(frozen=True)
@@ -142,29 +142,40 @@ def _product_bytes(
     limits: DeviceLimits,
 ) -> dict[str, int]:
     """Return the largest workspace of each name that products with weights share."""
+    from nbflow_kernels.cuda.workspace import allocated_bytes  # late, as above
+    from nbflow_kernels.quantized_matmul import cuda as product
+
     found: Counter[str] = Counter()
     products: Counter[tuple[str, int, int, str]] = Counter()
+    of_experts: Counter[tuple[str, int, int, str]] = Counter()
     sizes = shape.n_tokens, shape.n_states, shape.n_logits
     for op in program.ops:
         if op.kind == "experts" and shape.n_tokens:
             found |= _expert_bytes(program, op, shape.n_tokens)
-            products |= _expert_products(program, model, op, activations, shape.n_tokens)
+            of_experts |= _expert_products(program, model, op, activations, shape.n_tokens)
         if op.kind != "linear":
             continue
         n_tokens = program.buffers[op.out].n_rows(*sizes)
         for matrix in _matrices(program, model, op) if n_tokens else ():
             products |= {(*matrix, activations): n_tokens}
             if any(model.kept_groups(w.name) for w in op.weights):
-                found |= {"columns": FLOAT32_BYTES * n_tokens * matrix[2]}
-    for (format, n_rows, n_columns, arithmetic), most in products.items():
-        for n_tokens in {*range(1, min(most, MAX_SPLIT_TOKENS), 8), most}:
-            found |= _workspaces(format, n_rows, n_columns, n_tokens, arithmetic, limits)
-    least = FLOAT32_BYTES * MIN_WORKSPACE_ITEMS
-    return {name: max(n_bytes, least) for name, n_bytes in found.items() if n_bytes}
+                size = allocated_bytes(n_tokens * matrix[2], FLOAT32_BYTES)
+                found |= {"qmatmul columns": size}
+    for chosen, is_expert in ((products, False), (of_experts, True)):
+        for (name, n_rows, n_columns, arithmetic), most in chosen.items():
+            format = nk.FORMATS[name]
+            # one expert's matrix of several in the MMA layout is not dequantized
+            whole = is_expert and format.has_mma_layout
+            sizes_of = product.multiply_workspace_bytes if whole else product.workspace_bytes
+            for n_tokens in {*range(1, min(most, MAX_SPLIT_TOKENS), 8), most}:
+                found |= sizes_of(format, n_rows, n_columns, n_tokens, arithmetic, limits)
+    return dict(found)
 
 
 def _expert_bytes(program: Program, op: Op, n_tokens: int) -> dict[str, int]:
     """Return the scratch of experts that do not run as fused kernels, which take less."""
+    from nbflow_kernels.cuda.workspace import allocated_bytes  # late, as above
+
     moe, (first, end) = program.spec.moe, op.attrs["experts"]
     assert moe is not None
     n_pairs, weight = n_tokens * moe.top_k, op.weights[0]
@@ -179,7 +190,7 @@ def _expert_bytes(program: Program, op: Op, n_tokens: int) -> dict[str, int]:
         items |= {"weighed": n_pairs * n_columns, "tokens and ones": 2 * n_pairs}
     if _take_turns(n_pairs, end - first):
         items["inputs"] = n_pairs * n_columns
-    return {f"experts {name}": FLOAT32_BYTES * n for name, n in items.items()}
+    return {f"experts {name}": allocated_bytes(n, FLOAT32_BYTES) for name, n in items.items()}
 
 
 def _expert_products(
@@ -209,31 +220,3 @@ def _matrices(program: Program, model: PlannedModel, op: Op) -> list[tuple[str, 
         stored, (n_rows, n_columns) = concatenated(program, model, tuple(run))
         found.append((stored, n_rows, n_columns))
     return found
-
-
-def _workspaces(
-    format: str,
-    n_rows: int,
-    n_columns: int,
-    n_tokens: int,
-    activations: str,
-    limits: DeviceLimits,
-) -> dict[str, int]:
-    """Return the workspaces of a product by name."""
-    from nbflow_kernels.formats.layout_mma import unit_form  # late, as above
-    from nbflow_kernels.matmul import cuda_mma
-    from nbflow_kernels.quantized_matmul.cuda import workspace_bytes
-
-    known = nk.FORMATS[format]
-    if known.block_size > 1:
-        if not known.has_mma_layout:
-            return {}  # dequantized in panels
-        form = unit_form(known.integer_form)
-        return workspace_bytes(form, n_rows, n_columns, n_tokens, activations, limits)
-    n_parts = {name: parts for _, name, parts in cuda_mma.KINDS.values()}.get(format)
-    if n_parts is None or n_columns % cuda_mma.LOAD_COLUMNS:
-        return {}
-    n_tokens = min(n_tokens, cuda_mma.MAX_STAGED_TOKENS)
-    columns = -(-n_columns // cuda_mma.STEP) * cuda_mma.STEP
-    staged = 2 * n_parts * n_tokens * columns
-    return {f"tokens {format}": staged, "factors": FLOAT32_BYTES * n_tokens}

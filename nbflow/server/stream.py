@@ -30,7 +30,7 @@ from nbflow.sampling.logits_processors import AllBannedError
 from nbflow.sampling.structured_output import StructureError
 from nbflow.server.errors import ApiError, busy
 from nbflow.server.generation_request import GenerationRequest
-from nbflow.server.logs import logger
+from nbflow.server.logs import logger, request_id
 from nbflow.server.metrics import Clock, Metrics
 from nbflow.server.served_model import ServedModel
 from nbflow.server.token_text import NoText
@@ -80,6 +80,7 @@ class ChoiceStream:
         self.request.text_before = tuple(self._before)
         self._text = None if self.request.stop_texts else self._text_stream()
         self._clock = Clock(metrics, served.name)
+        self._request_id = request_id.get()  # the engine's calls have no context of the request
         self.handle: RequestHandle | None = None
         self.n_prompt = len(self.request.encoder_ids or self.request.prompt)
         """Prompt tokens; those of the encoder in an encoder-decoder model."""
@@ -134,9 +135,7 @@ class ChoiceStream:
     def _end_as(self, chunk: OutputChunk, output: TokenOutput) -> None:
         """End with the engine's finish reason."""
         if output.finish_reason == "error":
-            error = output.error or RuntimeError("unknown")
-            logger.error("a sequence failed", exc_info=error)
-            chunk.error = self._failure(error)
+            chunk.error = self._failure(output.error or RuntimeError("unknown"))
         elif output.finish_reason == "abort":
             chunk.error = ApiError(503, "the server is stopping", retry_after_s=1)
         # past its deadline a request returns what it has generated
@@ -144,10 +143,13 @@ class ChoiceStream:
         self._end(chunk, reason if chunk.error is None else None)
 
     def _failure(self, error: Exception) -> ApiError:
-        """Return the client's error for an engine error."""
+        """Log an engine error and return the client's; one of the request has no traceback."""
+        about = {"request_id": self._request_id}
         if isinstance(error, StructureError | AllBannedError):
+            logger.info("a sequence was refused", extra={**about, "error": str(error)})
             param = self._structure if error.param in STRUCTURES else error.param
             return ApiError(400, str(error), param=param)
+        logger.error("a sequence failed", exc_info=error, extra=about)
         what = str(error) if isinstance(error, UsageError) else "see the server's log"
         return ApiError(500, f"the engine step failed: {what}", code="step_failed")
 

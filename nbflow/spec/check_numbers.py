@@ -444,6 +444,11 @@ def _expert_problems(spec: Architecture) -> Iterator[str]:
             f"all layers together may have at most {MAX_EXPERT_LAYERS} experts, "
             f"got {moe.n_experts} in each of {len(moe.layers)} layers"
         )
+    if not moe.margin >= 0 or (moe.margin and moe.scoring != "softmax"):
+        yield (
+            "router_margin must be at least 0, and goes with router_scoring 'softmax' alone, got "
+            f"{moe.margin:g} with {moe.scoring!r}"
+        )
     if moe.router_bias and "router" in spec.biases:
         yield (
             "router.bias is added to the scores for the choice (router_bias) or to "

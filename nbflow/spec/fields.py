@@ -456,6 +456,12 @@ FIELDS: dict[str, Field] = {
     ),
     "router_scoring": Field(("softmax", "sigmoid"), "scoring function of the router", "softmax"),
     "router_renormalize": Field(bool, "divide a token's weights by their sum", True),
+    "router_margin": Field(
+        float,
+        "above 0 (SparseMixer): an expert's weight is its softmax among the experts not chosen "
+        "before it whose scores fall short of its own by at most this share; 0: of all experts",
+        0.0,
+    ),
     "router_scale": Field(float, "factor of the weights", 1.0),
     "router_groups": Field(int, "groups of neighbouring experts; 1: none", 1, most=MAX_EXPERTS),
     "router_groups_used": Field(int, "groups per token", 1, most=MAX_EXPERTS),

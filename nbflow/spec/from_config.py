@@ -107,6 +107,7 @@ def build_spec(
     values |= theta_by_layer(values, full_layers, where)
     rope, local_rope, softmax_factor = ropes(values, where, rope_divisors)
     same = {field.name: values[field.name] for field in fields(ModelSpec) if field.name in FIELDS}
+    same["max_context"] = _dense_context(values, where)  # `ropes` depend on the stated length
     same |= {
         "embed_size": values["embed_size"] or 0, "sm_scale": _sm_scale(values, softmax_factor)
     }  # fmt: skip
@@ -153,6 +154,19 @@ def _encoder(
         return None
     name = f"{name} (encoder)"
     return build_spec(own, config, name=name, where=where, checkpoint_tensors=checkpoint_tensors)
+
+
+def _dense_context(values: Mapping[str, Any], where: str) -> int:
+    """Return the longest context in which attention is dense."""
+    longest, sparse_from = int(values["max_context"]), values["sparse_from"]
+    if sparse_from is None:
+        return longest
+    if sparse_from < 2:
+        raise UsageError(
+            f"{where}: attention is sparse at every length (sparse_from = {sparse_from}), which is "
+            "not supported; without sparse_config it is dense at every length"
+        )
+    return min(longest, int(sparse_from) - 1)
 
 
 def _heads(
@@ -517,7 +531,7 @@ def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
         layers = frozenset(i for i in values["expert_layers"] if i < values["n_layers"])
     if not layers:
         return None
-    router = ("scoring", "renormalize", "scale", "groups", "groups_used", "group_score")
+    router = ("scoring", "renormalize", "margin", "scale", "groups", "groups_used", "group_score")
     return MoeSpec(
         n_experts=values["n_experts"],
         top_k=values["experts_per_token"],

@@ -84,6 +84,13 @@ LAYER_INPUT_FIELDS = {
         "them per head; contexts end there, so that all are kept; 0 for none",
         0,
     ),
+    "sparse_from": Field(
+        int,
+        "length from which blocks of keys are selected (InfLLM v2), which is not done: contexts "
+        "end before it",
+        None,
+        least=-1,
+    ),
     "streams": Field(
         int,
         "residual streams (AltUp): layers compute one and predict the others; 1 for a plain one",

@@ -65,6 +65,8 @@ class MoeSpec:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
     """Divide a token's weights by their sum."""
+    margin: float = 0.0
+    """`mixer_margin` of `nbflow_kernels.moe_routing`."""
     scale: float = 1.0
     groups: int = 1
     """Groups of neighbouring experts."""
@@ -92,6 +94,7 @@ class MoeSpec:
             "top_k_groups": self.groups_used,
             "group_score": self.group_score,
             "routed_scaling_factor": self.scale,
+            "mixer_margin": self.margin,
         }
 
 

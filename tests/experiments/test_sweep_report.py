@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import html
 import importlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +25,10 @@ from nbflow_experiments.figure_style import (
     new_figure,
     series_style,
 )
+from nbflow_experiments.measures import Context, register_measure, unregister_measure
 from nbflow_experiments.report import cascade, quality, serving, speed, write_report
 from nbflow_experiments.report.data import Results, load_results
+from nbflow_experiments.report.html_page import render_page
 from nbflow_experiments.report.summary import LEAST_S, pareto, repetition_s, statements
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
@@ -103,6 +107,50 @@ def test_report_elsewhere_and_with_another_format(results: Path, tmp_path: Path)
     assert "Partitions with f32 weights" in page.read_text(encoding="utf-8")
     with pytest.raises(UsageError, match="unknown format in the results 'q5'"):
         load_results(results, "q5")
+
+
+@pytest.mark.parametrize("value", [None, math.nan])
+@pytest.mark.usefixtures("fake")
+def test_a_measure_of_the_user_that_fails_everywhere_hides_no_other(
+    sweep_file: Path, value: float | None
+) -> None:
+    def sour(context: Context) -> dict[str, float]:
+        """Fail, or return a number that is none."""
+        if value is None:
+            raise ValueError("no <sugar> left")
+        return {"sour_share": value}
+
+    register_measure("sour", sour)
+    overrides = (
+        'axes.weights=["q4","q2"]', 'axes.partition=["0"]', "axes.batch=[1]",
+        'sweep.measures=["weight_error","perplexity","sour"]',
+    )  # fmt: skip
+    try:
+        run_sweep(SweepOptions(sweep_file, sweep_file.parent / "out", overrides))
+    finally:
+        unregister_measure("sour")
+    folder = sweep_file.parent / "out" / "unit"
+    data = load_results(folder)
+    assert list(data.done.weights) == ["q4", "q2"]
+    assert len(quality.draw(data).figure.axes) == 2
+    error = "ValueError: no <sugar> left" if value is None else "NotFinite: not finite: sour_share"
+    assert statements(data)[-1].startswith(
+        f"Measure failed in 2 of 2 points, the first in sour: {error}"
+    )
+    page = render_page(data, [], folder)
+    assert "2 measured, 0 failed" in page
+    assert page.count(f"weights = q4, partition = 0: in sour: {html.escape(error)}") == 1
+
+
+@pytest.mark.usefixtures("fake")
+def test_where_every_point_fails_the_step_is_named(sweep_file: Path, fake: FakeEngine) -> None:
+    fake.failures["time", "q4", "0"] = boom
+    overrides = ('axes.weights=["q4"]', 'axes.partition=["0"]', "axes.batch=[1]")
+    run_sweep(SweepOptions(sweep_file, sweep_file.parent / "out", overrides))
+    with pytest.raises(
+        UsageError, match="all 1 finished points failed, the first in prefill: Runt"
+    ):
+        load_results(sweep_file.parent / "out" / "unit")
 
 
 @pytest.mark.usefixtures("fake")

@@ -1,6 +1,7 @@
 """Error responses: they name the field, and the server continues."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -138,6 +139,40 @@ def test_official_errors_name_the_parameter(client, more, param):
     with pytest.raises(openai.APIError) as refused:
         list(client.completions.create(**given, extra_body=others))
     assert refused.value.param == param
+
+
+def test_requests_that_ban_every_token_are_logged_as_bad_and_leave_the_batch_alone(client, server):
+    def complete(**more):
+        given = {"model": "tiny", "prompt": "Once", "max_tokens": 24, "temperature": 0}
+        return client.completions.create(**given, extra_body={"ignore_eos": True}, **more)
+
+    alone = complete().choices[0].text
+    eventually(lambda: server.events()[-1]["event"] == "request")
+    n_before = len(server.events())
+    banned = {"logit_bias": dict.fromkeys(ALL, False)}
+    structure = {"extra_body": {"guided_regex": "[0-9]+", "allowed_token_ids": ALL[300:301]}}
+    refused = []
+    with ThreadPoolExecutor(6) as pool:
+        others = [pool.submit(complete) for _ in range(2)]
+        for more in (banned, {**banned, "stream": True}, structure, {**banned, "n": 2}):
+            call = client.completions.create
+            given = {"model": "tiny", "prompt": "x", **more}
+            refused.append(pool.submit(lambda call, given: list(call(**given)), call, given))
+        for future in refused:
+            with pytest.raises(openai.APIError, match="every token is banned"):
+                future.result()
+    assert [future.result().choices[0].text for future in others] == [alone, alone]
+
+    def ended():
+        return {e["request_id"] for e in server.events()[n_before:] if e["event"] == "request"}
+
+    eventually(lambda: len(ended()) == len(refused) + len(others))
+    events = server.events()[n_before:]
+    assert not [event for event in events if "traceback" in event]
+    logged = [event for event in events if event["event"] == "a sequence was refused"]
+    assert len({event["request_id"] for event in logged}) == len(refused)
+    assert {event["level"] for event in logged} == {"info"}
+    assert {event["request_id"] for event in logged} < ended()
 
 
 def test_official_errors_of_other_routes_name_the_parameter(client, server):

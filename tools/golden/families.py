@@ -155,6 +155,12 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {
                             "attention_multiplier": 0.2, "logits_scaling": 2.0}),
     "mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4, "num_experts_per_tok": 2,
                             "intermediate_size": 24}),
+    # equal divisors: transformers 5.24 has the short ones beyond the original context, too
+    "phimoe": ("Phimoe", {**EXPERTS, "num_local_experts": 6, "num_experts_per_tok": 2,
+                          "intermediate_size": 24, "router_jitter_noise": 0.3,
+                          "attention_bias": True, "lm_head_bias": True, "rope_parameters": {
+                              **LONG, "rope_theta": 1e4, "long_factor": LONG["short_factor"],
+                              "short_mscale": 0.8, "long_mscale": 1.4}}),
     "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "num_experts": 5, "num_experts_per_tok": 3,
                                "moe_intermediate_size": 12,
                                "shared_expert_intermediate_size": 20}),
@@ -451,9 +457,11 @@ def arrays(made: Made, seed: int, n_new: int) -> dict[str, np.ndarray]:
     if made.model.config.is_encoder_decoder:
         result["encoder_ids"] = np.random.default_rng(99).integers(3, 97, N_READ).astype(np.int32)
     result["continuation"], is_tie = greedy(made, ids, n_new)
-    if (getattr(made.model.config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+    numbers = getattr(made.model.config, "rope_parameters", None) or {}
+    if numbers.get("rope_type") == "longrope":
         result["short_logits"] = made.logits(batch[:, :N_SHORT])[0].numpy()
-        result |= crossing(made, ids)
+        if numbers["short_factor"] != numbers["long_factor"]:
+            result |= crossing(made, ids)
     return arrays(made, seed + 1, n_new) if is_tie else result
 
 

@@ -30,6 +30,7 @@ from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.plugins import Registry
 
 __all__ = [
+    "BUILT_IN",
     "MEASURES",
     "METRICS_VERSION",
     "Array",
@@ -67,6 +68,8 @@ MEASURES: dict[str, Measure] = {
     )
 }
 """Every measure by name."""
+BUILT_IN = frozenset(MEASURES)
+"""Names of the measures of this folder."""
 
 
 _REGISTERED: Registry[Measure] = Registry("measure", "register_measure")
@@ -115,7 +118,7 @@ def register_measure(
         raise UsageError(f"register_measure({name!r}): run must be a function, got {run!r:.80}")
     if scope not in get_args(Scope):
         raise unknown_name(f"register_measure({name!r}): scope", scope, get_args(Scope))
-    if name in MEASURES and name not in _REGISTERED:
+    if name in BUILT_IN:
         raise UsageError(f"register_measure({name!r}): this is a built-in measure; choose another")
 
     def measured(context: Context) -> MeasureResult:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nbflow_experiments.figure_style import launch_facts
+from nbflow_experiments.measures import BUILT_IN
 from nbflow_experiments.optional_packages import require
 from nbflow_experiments.settings import SETTINGS
 from nbflow_experiments.store.json_files import read_object
 from nbflow_experiments.store.results_folder import ResultsFolder
 from nbflow_experiments.store.results_reader import points_frame
 from nbflow_experiments.store.summary import write_summaries
+from nbflow_experiments.sweep.progress import headline
 from nbflow_kernels.errors import UsageError, unknown_name
 
 
@@ -28,14 +30,14 @@ class Results:
     points: Any
     """``points.csv`` as a pandas DataFrame, in the order of the sweep."""
     failures: list[dict[str, Any]]
-    """Name, varying settings and error of each failed point."""
+    """Name, varying settings, step and error of each failed point."""
     weights: str
     """Format of figures that show a single format."""
 
     @property
     def done(self) -> Any:
-        """Return the points that succeeded."""
-        return self.points[self.points.status == "done"]
+        """Return the points in which every built-in measure succeeded."""
+        return self.points[_succeeded(self.points, self.sweep)]
 
     @property
     def partition(self) -> str:
@@ -90,13 +92,25 @@ def _shown_value(value: Any) -> str:
     return "none" if value == "" else str(value)
 
 
+def _succeeded(points: Any, sweep: Mapping[str, Any]) -> Any:
+    """Return True for each point that succeeded, or failed in a user's measure alone.
+
+    Users' measures run after the built-in ones, so that all columns of figures are there.
+    """
+    succeeded = points.status == "done"
+    if "error_step" in points:
+        own = set(sweep.get("measures", ())) - BUILT_IN
+        succeeded = succeeded | points.error_step.isin(own)
+    return succeeded
+
+
 def load_results(path: Path, weights: str | None = None) -> Results:
     """Read a results folder, first bringing its tables up to date.
 
     Raises
     ------
     UsageError
-        If the folder has no results, none succeeded, or no point has the format.
+        If the folder has no results, no point has every built-in measure, or none the format.
     """
     require("matplotlib")
     folder = ResultsFolder(path)
@@ -112,37 +126,51 @@ def load_results(path: Path, weights: str | None = None) -> Results:
     if not copied and _outdated(folder, names):
         write_summaries(folder)
     points = points_frame(path)
-    done = points[points.status == "done"]
-    if not len(done):
-        raise UsageError(f"{path}: all {len(points)} finished points failed; see points/*/log.txt")
     sweep = folder.sweep()
     if not sweep:
         raise UsageError(
             f"{path / 'sweep.json'} is missing or damaged; nbflow sweep --resume writes it again"
         )
+    failures = _failures(folder, points, sweep["factors"])
+    done = points[_succeeded(points, sweep)]
+    if not len(done):
+        raise UsageError(
+            f"{path}: all {len(points)} finished points failed, the first "
+            f"{failure_text(failures[0])}; see points/*/log.txt"
+        )
     launches = folder.launches()
     if copied and (path / "provenance.json").is_file():
         launches = read_object(path / "provenance.json", {"launches": list})["launches"]
-    failures = _failures(folder, points, sweep["factors"])
     return Results(path, sweep, launches, points, failures, _shown(done, weights))
 
 
 def _failures(folder: ResultsFolder, points: Any, factors: Sequence[str]) -> list[dict[str, Any]]:
-    """Return name, varying settings and error of each failed point."""
+    """Return name, varying settings, step and error of each failed point."""
     failures = []
     for row in points[points.status != "done"].to_dict("records"):
         result = folder.result(row["point"]) or {}
         error = result.get("error") or {"type": row["error_type"], "message": row["error_message"]}
         config = {factor: row[factor] for factor in factors}
-        failures.append({"point": row["point"], "config": config, "traceback": "", **error})
+        step = row.get("error_step")
+        failures.append(
+            {"point": row["point"], "config": config, "step": step, "traceback": "", **error}
+        )
     return failures
 
 
+def failure_text(failure: Mapping[str, Any]) -> str:
+    """Return step and error of a failed point, e.g. "in decode: ValueError: ..."."""
+    where = f"in {failure['step']}: " if failure["step"] else ""
+    return where + headline(failure["type"], str(failure["message"]))
+
+
 def _outdated(folder: ResultsFolder, names: Sequence[str]) -> bool:
-    """Return whether a point finished after the tables were written."""
+    """Return whether the tables lack points or columns."""
     tables = [folder.path / name for name in ("points.csv", "results.csv", "results.h5")]
     if not all(table.is_file() for table in tables):
         return True
+    if "error_step" not in tables[0].read_text(encoding="utf-8").partition("\n")[0]:
+        return True  # written before the column existed
     oldest = min(table.stat().st_mtime for table in tables)
     return any((folder.folder(n) / "result.json").stat().st_mtime > oldest for n in names)
 

@@ -13,10 +13,9 @@ from string import Template
 from typing import Any
 
 from nbflow_experiments.measures import MEASURES
-from nbflow_experiments.report.data import Results
+from nbflow_experiments.report.data import Results, failure_text
 from nbflow_experiments.report.summary import summary_html
 from nbflow_experiments.settings import SETTINGS
-from nbflow_experiments.sweep.progress import headline
 
 _FIRST = (
     "bits_per_weight", "kld_mean_nats", "perplexity", "prefill_tokens_per_s",
@@ -25,7 +24,7 @@ _FIRST = (
 """Columns that are visible without scrolling."""
 _LAST = ("attempt", "wall_s")
 """Columns that describe the launch rather than the point."""
-_HIDDEN = ("status", "error_type", "error_message", "quality_shared_from")
+_HIDDEN = ("status", "error_type", "error_message", "error_step", "quality_shared_from")
 
 
 def render_page(results: Results, sections: Sequence[tuple[str, str, str]], folder: Path) -> str:
@@ -71,7 +70,7 @@ def _facts(results: Results) -> str:
     fixed = {n: results.points[n].iloc[0] for n in SETTINGS if results.points[n].nunique() == 1}
     fixed = {name: value for name, value in fixed.items() if value != ""}
     facts = {
-        "points": f"{len(results.done)} measured, {len(results.failures)} failed",
+        "points": f"{len(results.done)} measured, {len(results.points) - len(results.done)} failed",
         "processor": f"{rank.get('cpu_model', '?')}, {rank.get('cores', '?')} cores",
         "devices": " | ".join(_devices(results)) or "processor",
         "ranks": f"{ranks} MPI ranks" if ranks > 1 else "threads of one process",
@@ -147,7 +146,7 @@ def _failures(results: Results) -> str:
     items = []
     for failure in results.failures:
         config = ", ".join(f"{name} = {value}" for name, value in failure["config"].items())
-        summary = _text(f"{config}: {headline(failure['type'], str(failure['message']))}")
+        summary = _text(f"{config}: {failure_text(failure)}")
         trace = _text(failure["traceback"])
         items.append(f"<details><summary>{summary}</summary><pre>{trace}</pre></details>")
     return "\n".join(items)

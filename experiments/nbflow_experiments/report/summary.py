@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nbflow_experiments.report.data import Results
+from nbflow_experiments.report.data import Results, failure_text
 
 LEAST_S = 0.5
 """Shortest time of a repetition whose speed is compared."""
@@ -63,8 +63,23 @@ def statements(results: Results) -> list[str]:
             f"Fastest decode: {best.decode_tokens_per_s:,.0f} tokens/s ({best.weights}, partition "
             f"{best.partition}, batch {best.batch})."
         )
-    if results.failures:
-        lines.append(f"{len(results.failures)} points failed; they are listed below.")
+    lost = len(results.points) - len(rows)
+    if lost:
+        lines.append(f"{lost} points failed; they are listed below.")
+    return lines + _failed_measures(results)
+
+
+def _failed_measures(results: Results) -> list[str]:
+    """Return a sentence for each measure of the user that failed in points that are shown."""
+    shown = set(results.done.point)
+    failed = [f for f in results.failures if f["point"] in shown]
+    lines = []
+    for step in dict.fromkeys(f["step"] for f in failed):
+        texts = [failure_text(f) for f in failed if f["step"] == step]
+        lines.append(
+            f"Measure failed in {len(texts)} of {len(results.points)} points, the first "
+            f"{texts[0]}; the numbers of the built-in measures are shown."
+        )
     return lines
 
 

@@ -17,8 +17,8 @@ from nbflow_kernels.errors import UsageError, unknown_name
 
 Row = dict[str, Any]
 TEXT = (
-    "point", "status", "error_type", "error_message", "quality_shared_from", "partition_chosen",
-    "devices",
+    "point", "status", "error_type", "error_message", "error_step", "quality_shared_from",
+    "partition_chosen", "devices",
 )  # fmt: skip
 """Text columns of ``points.csv`` other than settings."""
 _RESULT_TEXT, _RESULT_NUMBERS = ("point", "measure", "metric", "unit"), ("rank", "repeat", "n")

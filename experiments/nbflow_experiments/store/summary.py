@@ -21,8 +21,8 @@ from nbflow_experiments.store.results_folder import SCHEMA_VERSION, ResultsFolde
 RESULT_COLUMNS = ("point", "rank", "repeat", "measure", "metric", "value", "unit", "n", "stderr")
 """Columns of ``results.csv``; an empty rank or repeat stands for all of them."""
 _STATUS = (
-    "point", "status", "attempt", "error_type", "error_message", "wall_s", "quality_shared_from",
-    "partition_chosen", "devices",
+    "point", "status", "attempt", "error_type", "error_message", "error_step", "wall_s",
+    "quality_shared_from", "partition_chosen", "devices",
 )  # fmt: skip
 _BINS = np.logspace(-9, 2, 111)
 """Edges of the histograms of the divergence, in nats: ten bins per decade."""
@@ -71,6 +71,7 @@ def _wide_row(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -
         "attempt": result["attempt"],
         "error_type": error.get("type"),
         "error_message": error.get("message"),
+        "error_step": _failed_step(result),
         "wall_s": result.get("wall_s"),
         "quality_shared_from": result.get("quality_shared_from"),
         "partition_chosen": result.get("partition_chosen"),
@@ -84,6 +85,17 @@ def _wide_row(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -
             if reading["stderr"] is not None:
                 row[f"{reading['metric']}_stderr"] = reading["stderr"]
     return row
+
+
+def _failed_step(result: Mapping[str, Any]) -> str | None:
+    """Return the step that failed; None if none did, or the process was killed."""
+    if result["status"] == "nonfinite":
+        summaries = (r for r in result["readings"] if r["rank"] is None and r["repeat"] is None)
+        return next((str(r["measure"]) for r in summaries if r["value"] is None), None)
+    steps = result.get("steps_s")
+    if not result.get("error") or not isinstance(steps, dict):
+        return None
+    return next(reversed(steps), None)  # a failure ends the point: the last step is the one
 
 
 def _long_rows(name: str, result: Mapping[str, Any]) -> Iterable[dict[str, Any]]:

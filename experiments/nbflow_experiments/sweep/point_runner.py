@@ -182,6 +182,7 @@ class Runner:
         if windows is not None and needs_reference(point.measures):
             reference = self._prepare_reference(point, windows, log)
         loaded = self._load(point, log)
+        result["partition_chosen"] = loaded.model.plan.partition
         quality = point.key(QUALITY_SETTINGS)
         context = Context(
             point.config,
@@ -203,7 +204,6 @@ class Runner:
             measured[name] = self._run_measure(measure, point, context, log)
             if measure.scope == "quality":
                 loaded.quality[(*quality, name)] = point.short, measured[name]
-        result["partition_chosen"] = loaded.model.plan.partition
         if point.config["machine"]:
             with log.timed("prediction"):
                 measured["prediction"] = in_step(

@@ -12,6 +12,7 @@ import numpy as np
 
 from nbflow_kernels.cuda.devices import KernelDevice
 
+MIN_ITEMS = 1024
 _buffers: dict[tuple[Any, ...], Any] = {}
 
 
@@ -34,10 +35,15 @@ def workspace(device: KernelDevice, name: str, n_items: int, dtype: Any, zero: b
     key = (device.key, device.stream, name)
     found = _buffers.get(key)
     if found is None or found.size < n_items:
-        size = max(n_items, 1024)
+        size = max(n_items, MIN_ITEMS)
         found = device.asarray(np.zeros(size, dtype)) if zero else device.empty((size,), dtype)
         _buffers[key] = found
     return found
+
+
+def allocated_bytes(n_items: int, item_bytes: int) -> int:
+    """Return the size of a buffer that was asked for `n_items`."""
+    return item_bytes * max(n_items, MIN_ITEMS)
 
 
 def buffers(device: KernelDevice) -> list[Any]:

@@ -61,6 +61,27 @@ def multiply_16bit(
         )
 
 
+def workspace_bytes(
+    dtype: str, n_rows: int, n_columns: int, n_tokens: int, device: Any, *, rounded: bool = False
+) -> dict[str, int]:
+    """Return the sizes of a product's workspaces by name; `device` has `n_sms` and `arch`."""
+    if dtype not in cuda_mma.KINDS or n_columns % cuda_mma.LOAD_COLUMNS:
+        return {}
+    if not plans_wgmma(device, n_tokens):
+        return cuda_mma.workspace_bytes(dtype, n_columns, n_tokens, rounded)
+    n_parts = 1 if rounded else cuda_mma.KINDS[dtype][2]
+    limit = cuda_wgmma.max_tile(n_parts)
+    return cuda_wgmma.workspace_bytes(
+        n_rows, n_columns, n_tokens, n_parts, device.n_sms, max_tokens=limit
+    )
+
+
+def plans_wgmma(device: Any, n_tokens: int) -> bool:
+    """Return `use_wgmma` of a device that need not exist; it has `arch`."""
+    switch = cuda_wgmma.environment_switch("NBFLOW_WGMMA")
+    return n_tokens >= MIN_WGMMA_TOKENS and device.arch == "sm_90" and switch != "0"
+
+
 def use_wgmma(device: KernelDevice, n_tokens: int) -> bool:
     """Return whether to multiply this many tokens by `wgmma`."""
     return n_tokens >= MIN_WGMMA_TOKENS and wgmma_enabled(device)

@@ -20,7 +20,7 @@ from nbflow_kernels.cuda import (
     cpp_kernel,
     device_of,
 )
-from nbflow_kernels.cuda.workspace import workspace
+from nbflow_kernels.cuda.workspace import allocated_bytes, workspace
 
 STEP = 64
 """Columns of a step of split-K; tokens are padded to it."""
@@ -115,7 +115,7 @@ def stage(
     n_parts = 1 if rounded else n_parts
     n_tokens, n_columns, device = x.shape[0], x.shape[-1], device_of(x)
     n_matrices, x_batch_stride = (x.shape[1], x.strides[1] // 4) if x.ndim == 3 else (1, 0)
-    stride = ceil_div(n_columns, STEP) * STEP
+    stride = row_stride(n_columns)
     size = n_matrices * n_parts * n_tokens * stride
     parts = workspace(device, f"matmul {name} tokens", size, "u2" if name == "bf16" else "f2")
     factors = workspace(device, "matmul factors", n_matrices * n_tokens, "f4")
@@ -126,6 +126,22 @@ def stage(
     if kind != 1:
         factors = None
     return StagedTokens(kind, name, n_parts, parts, factors, n_tokens, stride, n_matrices)
+
+
+def row_stride(n_columns: int) -> int:
+    """Return the numbers of a staged token."""
+    return ceil_div(n_columns, STEP) * STEP
+
+
+def workspace_bytes(dtype: str, n_columns: int, n_tokens: int, rounded: bool) -> dict[str, int]:
+    """Return the sizes of the workspaces of `multiply` by name."""
+    _, name, n_parts = KINDS[dtype]
+    n_tokens = min(n_tokens, MAX_STAGED_TOKENS)
+    size = (1 if rounded else n_parts) * n_tokens * row_stride(n_columns)
+    return {
+        f"matmul {name} tokens": allocated_bytes(size, 2),
+        "matmul factors": allocated_bytes(n_tokens, 4),
+    }
 
 
 def grouped(x: Any, w: Any, bias: Any, indptr: Any, rows: Any, out: Any) -> None:

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from nbflow_kernels.cuda import Kernel, ceil_div, cpp_kernel, device_of
-from nbflow_kernels.cuda.workspace import workspace
+from nbflow_kernels.cuda.workspace import allocated_bytes, workspace
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.matmul.cuda_mma import KINDS
 
@@ -133,13 +133,18 @@ def multiply(
     """Multiply float32 rows by a row-major matrix; see `cuda_mma.stage` for `rounded`."""
     device, dtype = device_of(x), w.dtype.name
     n_parts = 1 if rounded else KINDS[dtype][2]
-    max_tokens = 128 if n_parts == 3 else TOKENS[-1]  # limit of the shared memory
+    max_tokens = max_tile(n_parts)
     for row in range(0, len(x), MAX_STAGED_TOKENS):
         part = slice(row, row + MAX_STAGED_TOKENS)
         tokens = x[part]
         chosen = tiling(len(tokens), len(w), device.n_sms, max_tokens, sizes=cluster_sizes())
         staged = stage(tokens, dtype, n_parts, chosen.tokens, row_major=row_major)
         multiply_staged(staged, w, bias, accumulate, out[part], chosen.cluster)
+
+
+def max_tile(n_parts: int) -> int:
+    """Return the largest tile in tokens whose parts fit the shared memory."""
+    return 128 if n_parts == 3 else TOKENS[-1]
 
 
 def stage(x: Any, dtype: str, n_parts: int, tile: int, *, row_major: bool) -> SwizzledTokens:
@@ -158,6 +163,19 @@ def stage(x: Any, dtype: str, n_parts: int, tile: int, *, row_major: bool) -> Sw
     )
     scaled = factors if kind == 1 else None
     return SwizzledTokens(kind, name, n_parts, data, scaled, n_tokens, n_staged, n_steps, tile)
+
+
+def workspace_bytes(
+    n_rows: int, n_columns: int, n_tokens: int, n_parts: int, n_sms: int, **tile_limits: int
+) -> dict[str, int]:
+    """Return the sizes of the workspaces of staged tokens; `tile_limits` are those of `tiling`."""
+    n_tokens = min(n_tokens, MAX_STAGED_TOKENS)
+    tile = tiling(n_tokens, n_rows, n_sms, **tile_limits, sizes=cluster_sizes()).tokens
+    lines = ceil_div(n_columns, STEP) * n_parts * ceil_div(n_tokens, tile) * tile
+    return {
+        "matmul swizzled tokens": allocated_bytes(lines * LINE, 1),
+        "matmul factors": allocated_bytes(n_tokens, 4),
+    }
 
 
 def multiply_staged(

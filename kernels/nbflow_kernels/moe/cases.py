@@ -204,6 +204,7 @@ CASES = [
         group_score="top2_sum", routed_scaling_factor=2.5,
     ),
     _routing("llama4", 5, 16, 1, scoring="sigmoid", renormalize=False),
+    _routing("phimoe", 7, 16, 2, renormalize=False, mixer_margin=0.5),
     _routing("inferflow", 6, 8, 4, min_score=0.05),
     _routing("softmax_bias", 6, 12, 3, bias=True),
     _routing("no_tokens", 0, 8, 2),

@@ -27,14 +27,14 @@ Matrix = NDArray[Any] | QuantTensor
 def routing(
     logits: NDArray[np.float32], bias: NDArray[np.float32] | None, sigmoid: bool,
     renormalize: bool, n_groups: int, top_k_groups: int, top2_sum: bool, scale: float,
-    min_score: float, weights: NDArray[np.float32], ids: NDArray[np.int32],
+    min_score: float, mixer_margin: float, weights: NDArray[np.float32], ids: NDArray[np.int32],
 ) -> None:  # fmt: skip
     """See `nbflow_kernels.moe_routing`; the weights of an invalid row are NaN."""
     T, E = logits.shape
     parallel_for(
         _routing, T, 10.0 * T * E * (1 + weights.shape[1] / 10),
         logits, _NO_BIAS if bias is None else bias, sigmoid, renormalize, n_groups, top_k_groups,
-        top2_sum, scale, min_score, weights, ids,
+        top2_sum, scale, min_score, mixer_margin, weights, ids,
     )  # fmt: skip
 
 
@@ -185,10 +185,21 @@ def _max(values, first, stop):
     return largest
 
 
+@jit.device_function
+def _mixed_score(logits, choice, e, margin):
+    """Return the softmax of expert e among those left whose logits are near its own."""
+    largest, total = np.float64(logits[e]), 0.0
+    for i in range(len(logits)):
+        logit = np.float64(logits[i])
+        if choice[i] > -np.inf and largest - logit <= margin * max(abs(logit), largest):
+            total += np.exp(logit - largest)
+    return 1.0 / total
+
+
 @jit.kernel
 def _routing(
-    logits, bias, sigmoid, renormalize, n_groups, top_k_groups, top2_sum, scale, min_score, weights,
-    ids, start, stop
+    logits, bias, sigmoid, renormalize, n_groups, top_k_groups, top2_sum, scale, min_score,
+    mixer_margin, weights, ids, start, stop
 ):  # fmt: skip
     E, k = logits.shape[1], weights.shape[1]
     scores, choice, groups = np.empty(E), np.empty(E), np.empty(n_groups)
@@ -208,6 +219,8 @@ def _routing(
             e = _argmax(choice, 0, E)
             ids[t, j], weights[t, j] = -1, 0.0
             if e >= 0:
+                if mixer_margin > 0.0:
+                    scores[e] = _mixed_score(logits[t], choice, e, mixer_margin)
                 choice[e] = -np.inf
                 if scores[e] >= min_score:
                     ids[t, j] = e

@@ -26,7 +26,7 @@ MIN_ROWS_TO_SYNC = 16
 
 ROUTING = (
     "f32*? bias, i32 E, i32 k, i32 sigmoid, i32 renormalize, i32 n_groups, i32 top_k_groups, "
-    "i32 top2_sum, f32 scale, f32 min_score, i32 padding"
+    "i32 top2_sum, f32 scale, f32 min_score, f32 mixer_margin"
 )
 """Parameters of the struct `Routing` in `cuda_topk_routing.cuh`."""
 _kernel = partial(cuda.cpp_kernel, __file__, "cuda_route_permute_combine.cu")
@@ -50,7 +50,7 @@ _clear_unused = _kernel(
 
 def routing(
     logits: Any, bias: Any, sigmoid: bool, renormalize: bool, n_groups: int, top_k_groups: int,
-    top2_sum: bool, scale: float, min_score: float, weights: Any, ids: Any,
+    top2_sum: bool, scale: float, min_score: float, mixer_margin: float, weights: Any, ids: Any,
 ) -> None:  # fmt: skip
     """See `nbflow_kernels.moe_routing`."""
     T, E = logits.shape
@@ -58,7 +58,7 @@ def routing(
         return
     args = (
         bias, E, ids.shape[1], int(sigmoid), int(renormalize), n_groups, top_k_groups,
-        int(top2_sum), scale, min_score, 0,
+        int(top2_sum), scale, min_score, mixer_margin,
     )  # fmt: skip
     _routing(T, 32, (logits, weights, ids, *args), shared=8 * (2 * E + n_groups))
 

@@ -106,6 +106,7 @@ class Experts:
     group_score: str = "max"
     routed_scaling_factor: float = 1.0
     min_score: float = 0.0
+    mixer_margin: float = 0.0
     first: int = 0
     """Index of the first expert of this rank."""
     shared: Shared | None = None
@@ -158,7 +159,8 @@ class Experts:
             buffers.factors, buffers.ids, self.bias, n_routed, self.top_k,
             int(self.scoring == "sigmoid"),
             int(self.renormalize), self.n_groups, self.top_k_groups,
-            int(self.group_score == "top2_sum"), self.routed_scaling_factor, self.min_score, 0,
+            int(self.group_score == "top2_sum"), self.routed_scaling_factor, self.min_score,
+            self.mixer_margin,
             gates.data, ups.data, buffers.hidden, ceil_div(width, ROWS) * tile_bytes, width, 0,
             *of_shared, buffers.plan, buffers.state, tile_bytes, len(x), gates.n_columns,
             ceil_div(n_routed, ROUTER_ROWS), self.first, self.gates.shape[0], 0,

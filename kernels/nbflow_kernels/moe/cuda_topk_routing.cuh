@@ -6,8 +6,7 @@
 struct Routing {
   const float* bias;  // added to the scores for the choice, or null
   int E, k, sigmoid, renormalize, n_groups, top_k_groups, top2_sum;
-  float scale, min_score;
-  int padding;
+  float scale, min_score, mixer_margin;
 
   DEV_METHOD int scratch_size() const { return 2 * E + n_groups; }  // doubles that `route` needs
 };
@@ -76,6 +75,19 @@ DEV void drop_groups(
   __syncwarp();
 }
 
+// SparseMixer: the softmax of an expert among those left whose logits are near its own, on all lanes.
+DEV double mixed_score(
+    const float* logits, const double* choice, int E, int chosen, double margin) {
+  const double largest = logits[chosen];
+  double total = 0.0;
+  for (int e = threadIdx.x & 31; e < E; e += 32) {
+    const double logit = logits[e];
+    if (choice[e] > -infinity64() && largest - logit <= margin * fmax(fabs(logit), largest))
+      total += exp(logit - largest);
+  }
+  return 1.0 / reduce_lanes<32>(total, Sum());
+}
+
 // Write the weights and ids of the k experts of a token.
 DEV void route(const Routing& r, const float* logits, float* weights, int* ids, double* scratch) {
   const int lane = threadIdx.x & 31;
@@ -91,6 +103,11 @@ DEV void route(const Routing& r, const float* logits, float* weights, int* ids, 
   double total = 0.0;
   for (int j = 0; j < r.k; j++) {
     const Best b = argmax(choice, 0, r.E);
+    if (r.mixer_margin > 0.0f && b.value > -infinity64()) {
+      const double mixed = mixed_score(logits, choice, r.E, b.index, (double)r.mixer_margin);
+      if (lane == 0) scores[b.index] = mixed;
+      __syncwarp();
+    }
     const bool used = b.value > -infinity64() && scores[b.index] >= (double)r.min_score;
     if (used) total += scores[b.index];
     __syncwarp();

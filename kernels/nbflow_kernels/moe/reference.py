@@ -25,6 +25,7 @@ def moe_routing(
     group_score: str = "max",
     routed_scaling_factor: float = 1.0,
     min_score: float = 0.0,
+    mixer_margin: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """See `nbflow_kernels.moe_routing`."""
     T, E = logits.shape
@@ -42,6 +43,12 @@ def moe_routing(
             kept = np.isin(np.arange(E) // (E // n_groups), best)
             choice = np.where(kept, choice, -np.inf)
         order = np.argsort(-choice, kind="stable")[:top_k]
+        if mixer_margin > 0:
+            left = choice > -np.inf
+            for e in order:
+                near = left & (row[e] - row <= mixer_margin * np.maximum(np.abs(row), row[e]))
+                scores[e] = 1 / np.exp(row[near] - row[e]).sum() if left[e] else 0.0
+                left[e] = False
         good = (choice[order] > -np.inf) & (scores[order] >= min_score)
         ids[t, good] = order[good]
         weights[t, good] = scores[order[good]]

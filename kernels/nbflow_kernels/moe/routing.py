@@ -27,6 +27,7 @@ def moe_routing(
     group_score: str = "max",
     routed_scaling_factor: float = 1.0,
     min_score: float = 0.0,
+    mixer_margin: float = 0.0,
 ) -> tuple[Any, Any]:
     """Choose the experts of each token and their weights.
 
@@ -57,6 +58,10 @@ def moe_routing(
         Factor of all weights.
     min_score : float
         Experts with a smaller score get id -1 and weight 0.
+    mixer_margin : float
+        Above 0 (SparseMixer): the score of a chosen expert with logit m is its softmax among the
+        experts not chosen before it whose logits l are near, ``m - l <= mixer_margin * max(|l|,
+        m)``.
 
     Returns
     -------
@@ -85,6 +90,7 @@ def moe_routing(
                                 ``group_score="top2_sum"``, `routed_scaling_factor`
     Llama 4                     ``scoring="sigmoid"``, ``renormalize=False``, ``top_k=1``; it
                                 multiplies the expert's input by the weight, not its output
+    Phi-3.5-MoE                 ``renormalize=False``, ``mixer_margin=0.02``
     Inferflow                   ``min_score=1e-5``
     ==========================  ==============================================================
 
@@ -95,6 +101,7 @@ def moe_routing(
     ----------
     .. [1] A. Q. Jiang et al., "Mixtral of Experts", arXiv:2401.04088, section 2.1.
     .. [2] DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, equations 12 to 16.
+    .. [3] L. Liu et al., "GRIN: GRadient-INformed MoE", arXiv:2409.12136.
 
     Examples
     --------
@@ -111,6 +118,7 @@ def moe_routing(
         E, top_k, scoring=scoring, renormalize=renormalize, n_groups=n_groups,
         top_k_groups=top_k_groups, group_score=group_score,
         routed_scaling_factor=routed_scaling_factor, min_score=min_score,
+        mixer_margin=mixer_margin,
     )  # fmt: skip
     if correction_bias is not None:
         check_array("correction_bias", correction_bias, (E,))
@@ -133,7 +141,8 @@ def routing_numbers(
     group_score: str = "max",
     routed_scaling_factor: float = 1.0,
     min_score: float = 0.0,
-) -> tuple[bool, bool, int, int, bool, float, float]:
+    mixer_margin: float = 0.0,
+) -> tuple[bool, bool, int, int, bool, float, float, float]:
     """Check options of `moe_routing`; return them as the launchers of the router take them.
 
     Raises
@@ -155,9 +164,15 @@ def routing_numbers(
         raise UsageError(f"top_k must be 1..{max_top_k}, the experts a token may use, got {top_k}")
     if group_score == "top2_sum" and E // n_groups < 2:
         raise UsageError('group_score="top2_sum" needs groups of at least two experts')
+    if not mixer_margin >= 0 or (mixer_margin and scoring != "softmax"):
+        raise UsageError(
+            f'mixer_margin must be at least 0, and above 0 with scoring="softmax" alone, got '
+            f"{mixer_margin:g} with {scoring!r}"
+        )
     return (
         scoring == "sigmoid", bool(renormalize), int(n_groups), int(top_k_groups),
         group_score == "top2_sum", float(routed_scaling_factor), float(min_score),
+        float(mixer_margin),
     )  # fmt: skip
 
 

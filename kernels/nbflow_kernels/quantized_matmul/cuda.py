@@ -30,11 +30,13 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from nbflow_kernels.cuda import Kernel, KernelDevice, ceil_div, cpp_kernel, device_of
-from nbflow_kernels.cuda.workspace import workspace
+from nbflow_kernels.cuda.workspace import allocated_bytes, workspace
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.cuda_gather import gather_columns
-from nbflow_kernels.formats.layout_mma import CHUNK, ROWS, UNIT, MmaLayout, MmaPacked
+from nbflow_kernels.formats.floats import FloatFormat
+from nbflow_kernels.formats.layout_mma import CHUNK, ROWS, UNIT, MmaLayout, MmaPacked, unit_form
 from nbflow_kernels.formats.layout_mma_codes import FLOATS
+from nbflow_kernels.formats.registry import QuantFormat
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda as float_cuda
 from nbflow_kernels.quantized_matmul import cuda_dequant_gemm
@@ -411,18 +413,38 @@ def gemm(x: Any, w: MmaPacked, bias: Any, accumulate: bool, activations: str, ou
 
 
 def workspace_bytes(
-    form: MmaLayout, n_rows: int, n_columns: int, n_tokens: int, activations: str, device: Any
+    format: QuantFormat, n_rows: int, n_columns: int, n_tokens: int, activations: str, device: Any
 ) -> dict[str, int]:
-    """Return the sizes of a product's workspaces; `device` has `n_sms` and `max_shared_bytes`."""
-    shape, limits = (form, n_rows, n_columns), (device.n_sms, device.max_shared_bytes)
+    """Return the sizes of the workspaces of `qmatmul` by name, those of outliers excepted.
+
+    `n_columns` are those of a stored row; `device` has `n_sms`, `max_shared_bytes` and `arch`.
+    """
+    shape, has_units = (n_rows, n_columns), format.has_mma_layout
+    if activations == "int8" and not format.takes_int8:
+        activations = "f32"
+    if activations == "bf16" and not (has_units and n_tokens <= BF16_MAX_ROWS):
+        return cuda_dequant_gemm.workspace_bytes(format, *shape, n_tokens, device)
+    if isinstance(format, FloatFormat):
+        return float_cuda.workspace_bytes(format.dtype.name, *shape, n_tokens, device)
+    if not has_units:
+        return cuda_dequant_gemm.decoded_workspace_bytes(*shape)
+    return multiply_workspace_bytes(format, *shape, n_tokens, activations, device)
+
+
+def multiply_workspace_bytes(
+    format: QuantFormat, n_rows: int, n_columns: int, n_tokens: int, activations: str, device: Any
+) -> dict[str, int]:
+    """Return the sizes of the workspaces of `multiply` by name."""
+    shape = unit_form(format.integer_form), n_rows, n_columns
+    limits = device.n_sms, device.max_shared_bytes
     if n_tokens <= GEMV_MAX_ROWS:
-        found = _plan_gemv(*shape, n_tokens, activations, *limits)
-        parts = 1 if found is None else found.parts
-        return {} if parts == 1 else {"sums": ceil_div(n_rows, ROWS) * SPLITS * 128 * 4}
+        gemv_plan = _plan_gemv(*shape, n_tokens, activations, *limits)
+        if gemv_plan is None:
+            return {}
+        return _split_bytes(gemv_plan.parts, gemv_plan.n_tiles, gemv_plan.n_groups)
     plan = _plan_gemm(*shape, min(n_tokens, MAX_STAGED_ROWS), activations, *limits)
-    parts, n_sums, _ = plan.sums
-    sums = 0 if parts == 1 else n_sums * SPLITS * 128 * 4
-    return {"records": plan.record_bytes, "sums": sums}
+    records = {"qmatmul records": allocated_bytes(plan.record_bytes, 1)}
+    return records | _split_bytes(*plan.sums)
 
 
 def record_bytes(form: MmaLayout, tokens: int, arithmetic: ActivationPrecision = F32) -> int:
@@ -476,6 +498,16 @@ def _split_workspace(device: Any, parts: int, n_tiles: int, n_counters: int) -> 
 def _strides(x: Any, out: Any) -> tuple[int, int]:
     """Return the row strides in numbers."""
     return x.strides[0] // 4, out.strides[0] // 4
+
+
+def _split_bytes(parts: int, n_tiles: int, n_counters: int) -> dict[str, int]:
+    """Return the sizes of `_split_workspace` by name."""
+    if parts == 1:
+        return {}
+    return {
+        "qmatmul sums": allocated_bytes(n_tiles * SPLITS * 128, 4),
+        "qmatmul arrived": allocated_bytes(n_counters, 4),
+    }
 
 
 @cache

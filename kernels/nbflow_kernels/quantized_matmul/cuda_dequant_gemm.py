@@ -14,8 +14,10 @@ from typing import Any
 
 from nbflow_kernels.arrays import empty
 from nbflow_kernels.cuda import Kernel, ceil_div, cpp_kernel, device_of
-from nbflow_kernels.cuda.workspace import workspace
+from nbflow_kernels.cuda.workspace import allocated_bytes, workspace
+from nbflow_kernels.formats.floats import FloatFormat
 from nbflow_kernels.formats.layout_mma import ROWS, MmaLayout, MmaPacked
+from nbflow_kernels.formats.registry import QuantFormat
 from nbflow_kernels.formats.tensor import QuantTensor
 from nbflow_kernels.matmul import cuda as float_cuda
 from nbflow_kernels.matmul import cuda_mma
@@ -43,9 +45,40 @@ def has_mma_layout(w: QuantTensor) -> bool:
 
 def decodes_tiles(device: Any, w: QuantTensor, n_tokens: int) -> bool:
     """Return whether `wgmma` multiplies, with weights decoded for each tile of tokens."""
-    if not has_mma_layout(w) or not float_cuda.use_wgmma(device, n_tokens):
+    return _takes_tiles(w.format, n_tokens) and float_cuda.use_wgmma(device, n_tokens)
+
+
+def _takes_tiles(format: QuantFormat, n_tokens: int) -> bool:
+    if not format.has_mma_layout:
         return False
-    return n_tokens <= MAX_TRELLIS_TOKENS or not w.format.integer_form.trellis
+    return n_tokens <= MAX_TRELLIS_TOKENS or not format.integer_form.trellis
+
+
+def workspace_bytes(
+    format: QuantFormat, n_rows: int, n_columns: int, n_tokens: int, device: Any
+) -> dict[str, int]:
+    """Return the sizes of the workspaces of `qmatmul` by name, panels included.
+
+    `n_columns` are those of a stored row; `device` has `n_sms` and `arch`.
+    """
+    if _takes_tiles(format, n_tokens) and float_cuda.plans_wgmma(device, n_tokens):
+        return cuda_gemm_wgmma.workspace_bytes(n_rows, n_columns, n_tokens, device)
+    found, (_, rows) = {}, panels(n_rows, 2 * n_columns)[0]
+    if format.has_mma_layout:
+        n_columns = ceil_div(n_columns, 32) * 32
+    elif not isinstance(format, FloatFormat):
+        found["qmatmul panel f32"] = allocated_bytes(rows * n_columns, 4)
+    if format.name != "bf16":
+        found["qmatmul panel"] = allocated_bytes(rows * n_columns, 2)
+    return found | float_cuda.workspace_bytes(
+        "uint16", rows, n_columns, n_tokens, device, rounded=True
+    )
+
+
+def decoded_workspace_bytes(n_rows: int, n_columns: int) -> dict[str, int]:
+    """Return the size of the workspace of `decoded` by name."""
+    _, rows = panels(n_rows, 4 * n_columns)[0]
+    return {"qmatmul panel f32": allocated_bytes(rows * n_columns, 4)}
 
 
 def qmatmul(x: Any, w: QuantTensor, bias: Any, accumulate: bool, out: Any) -> None:

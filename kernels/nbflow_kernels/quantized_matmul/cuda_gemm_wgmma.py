@@ -43,6 +43,12 @@ def multiply(x: Any, w: MmaPacked, bias: Any, accumulate: bool, out: Any) -> Non
         )  # fmt: skip
 
 
+def workspace_bytes(n_rows: int, n_columns: int, n_tokens: int, device: Any) -> dict[str, int]:
+    """Return the sizes of the workspaces of `multiply` by name."""
+    limits = {"max_tokens": MAX_TOKENS, "weight_cost": WEIGHT_COST}
+    return cuda_wgmma.workspace_bytes(n_rows, n_columns, n_tokens, 1, device.n_sms, **limits)
+
+
 @cache
 def kernel(form: MmaLayout, tiling: cuda_wgmma.Tiling) -> Kernel:
     """Return the kernel for a layout and a tiling."""

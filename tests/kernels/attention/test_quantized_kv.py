@@ -11,8 +11,12 @@ import pytest
 from paged_sequences import Paged, ints
 
 import nbflow_kernels as nk
+from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention import reference
+from nbflow_kernels.attention.cpu import launch
+from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.benchmarks import kv_cache_error
+from nbflow_kernels.cpu.register_tiles import has_wide_registers
 from nbflow_kernels.kv_cache.cases import page_table
 from nbflow_kernels.kv_cache.cpu_codec import KINDS
 
@@ -100,6 +104,30 @@ def test_a_pair_has_the_same_bits_alone_in_a_batch_and_on_any_pages(
             np.testing.assert_array_equal(lse[a:b], alone[1])
             want = reference.single_prefill_with_kv_cache(q[a:b], k, v, causal=True, kv_format=name)
             np.testing.assert_allclose(out[a:b], want[..., :32], rtol=0, atol=ATOL)
+
+
+@pytest.mark.skipif(not has_wide_registers(), reason="blocks in place need 32 vector registers")
+@pytest.mark.parametrize(
+    ("name", "dims", "in_place"),
+    [
+        ("q8_0", (64, 64), (True, True)),
+        ("q8_0/f16", (64, 64), (True, False)),
+        ("f16/q8_0", (64, 64), (False, True)),
+        ("q8_0/q4_0", (64, 64), (True, False)),
+        ("q8_0", (64, 48), (True, False)),
+    ],
+)
+def test_each_side_is_read_in_place_where_it_can_be(
+    name: str, dims: tuple[int, int], in_place: tuple[bool, bool]
+) -> None:
+    keys, _, values = name.partition("/")
+    kinds = KINDS[keys], KINDS[values or keys]
+    for n_vectors in (launch.BLOCKS_UP_TO, launch.BLOCKS_UP_TO + 1):
+        plan = AttentionPlan((1, 1, *dims), 16)
+        plan.header[at.MAX_VECTORS] = n_vectors
+        readers = launch._readers(plan, kinds, 0, 0, (64,) * 8)
+        found = tuple(isinstance(like, np.int8) for _, like, _, _ in readers)
+        assert found == (in_place if n_vectors == launch.BLOCKS_UP_TO else (False, False))
 
 
 def cache_of(

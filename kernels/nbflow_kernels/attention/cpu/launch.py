@@ -2,8 +2,8 @@
 
 The kernel is compiled for each pair of key and value readers: float16, bfloat16 or float32 in
 place; float32 rows converted from floats (head sizes that are not multiples of 16, fused RoPE, keys
-stored before RoPE); float32 rows decoded from block formats; and blocks of int8 in place, for few
-query vectors.
+stored before RoPE); float32 rows decoded from block formats; and, for few query vectors, blocks of
+int8 in place, of keys, of values or of both.
 """
 
 from __future__ import annotations
@@ -112,10 +112,13 @@ def _readers(
     copied = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
     readers = list[tuple[Any, ...]]()
     changed = plan.table(at.KEY_ROPE) is not None, False  # keys need float32 copies
-    if not packed and not changed[0] and _reads_blocks(plan, kinds):
-        return [(_INT8_BLOCKS, _INT8_BLOCKS, kind, None) for kind in kinds]
-    starts = zip(kinds, (k, v), (steps[:4], steps[4:]), changed, strict=True)
-    for kind, start, each, is_changed in starts:
+    few = bool(plan.header[at.MAX_VECTORS] <= BLOCKS_UP_TO) and has_wide_registers()
+    blocks_in_place = few and not packed and not changed[0]
+    starts = zip(kinds, (k, v), (D_qk, D_vo), (steps[:4], steps[4:]), changed, strict=True)
+    for kind, start, dim, each, is_changed in starts:
+        if blocks_in_place and kind in _INT8_KINDS and dim % 32 == 0:
+            readers.append((_INT8_BLOCKS, _INT8_BLOCKS, kind, None))
+            continue
         if packed or is_changed or kind not in _TILES:
             readers.append((copied, _FLOAT32, kind, True))
             continue
@@ -136,13 +139,6 @@ def has_int8_scores(plan: AttentionPlan, kind: int) -> bool:
     dim = plan.heads[2]
     fits = kind in _INT8_KINDS and dim % 32 == 0 and dim <= MAX_DIM
     return fits and not changed and has_byte_products()
-
-
-def _reads_blocks(plan: AttentionPlan, kinds: tuple[int, int]) -> bool:
-    """Return whether keys and values are blocks of int8 that tiles read in place."""
-    if not {*kinds} <= _INT8_KINDS or any(dim % 32 for dim in plan.heads[2:]):
-        return False
-    return bool(plan.header[at.MAX_VECTORS] <= BLOCKS_UP_TO) and has_wide_registers()
 
 
 def attend_variant(
