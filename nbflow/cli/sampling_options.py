@@ -88,10 +88,11 @@ def search_values(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def load_draft(arguments: argparse.Namespace) -> Iterator[LLM | str | None]:
     """Yield the draft model, "ngram" or None."""
-    if arguments.draft in (None, "ngram"):
+    options = SpeculativeConfig(**given_options(SpeculativeConfig, arguments))
+    if options.draft in (None, "ngram"):
         yield arguments.draft
         return
-    with nbflow.load(arguments.draft, weights=arguments.draft_weights) as model:
+    with nbflow.load(arguments.draft, weights=options.draft_weights) as model:
         yield model
 
 

@@ -447,8 +447,7 @@ class LLM:
         request = validate_request(
             self, prompt, params, decoding, decoder_ids, drafted=draft is not None
         )
-        if draft is not None:
-            attach(draft, self, request, n_draft, draft_verify)
+        attach(draft, self, request, n_draft, draft_verify)
         return request
 
     def run_requests(
