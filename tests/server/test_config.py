@@ -59,6 +59,7 @@ def write(folder, text, name="server.toml"):
         ("[models.a]\npath = 'x'\n[log]\nformat = 'xml'", "'text' or 'json'"),
         ("[models.a]\npath = 'x'\ndraft_weights = 'q4'", "needs a smaller model"),
         ("[models.a]\npath = 'x'\ndraft = 'ngram'\ndraft_verify = 'chain'", "got draft 'ngram'"),
+        ("[models.a]\npath = 'x'\nn_draft = 3", "n_draft needs a smaller model or 'ngram'"),
         ("models = 1", "valid dictionary"),
         ("[models]", "at least one"),
         ("= 1", "not valid TOML"),

@@ -96,7 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure", action="store_true", help="measure this machine and describe it"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="output of --measure (stdout); with --max-kld a folder")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="output of --measure (stdout); with --max-kld a folder",
+    )
     add_plugins_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_joint_arguments(parser)
