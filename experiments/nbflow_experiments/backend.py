@@ -179,10 +179,18 @@ def choices() -> dict[str, tuple[str, ...]]:
 
 
 def check_machine(name: str) -> None:
-    """Raise unless a machine description of this name or path exists."""
+    """Raise unless a machine description of this name or path exists, or none is meant."""
     from nbflow.planner import load_machine
 
-    load_machine(name)
+    if name not in ("", MEASURED):
+        load_machine(name)
+
+
+def check_quantizer(name: str) -> None:
+    """Raise unless the quantizers and transforms of a name exist."""
+    from nbflow.quantization.prepare import parse_quantizer
+
+    parse_quantizer(name)
 
 
 def identify(model: str) -> ModelIdentity:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,54 +138,56 @@ def check_value(name: str, value: object, where: str) -> Value:
     if name in ("outliers", "kv_host_percent"):
         checked = fields(LoadOptions)[name].checked(value, outside=True, name=f"{where}: {name}")
         return float(checked)
-    if name == "min_repetition_s":
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= float(value) <= MOST_REPETITION_S:  # type: ignore[arg-type]
-            raise UsageError(
-                f"{where}: {name} must be a number of seconds, 0 to {MOST_REPETITION_S}, got "
-                f"{value!r}"
-            )
-        return float(value)  # type: ignore[arg-type]
     if name == "embeddings_on_host":
         if not isinstance(value, int) or value not in (0, 1):  # false and true are 0 and 1
             raise UsageError(f"{where}: {name} must be 0 or 1, false or true, got {value!r}")
         return int(value)
     if known.is_number:
-        if value in known.words:
-            return str(value)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise UsageError(f"{where}: {name} must be an integer, got {value!r}")
-        if value < known.minimum:
-            raise UsageError(f"{where}: {name} must be at least {known.minimum}, got {value}")
-        return value
+        return _checked_number(known, value, where)
     if not isinstance(value, str):
         hint = f'; write "{value}"' if isinstance(value, int | float) else ""
         raise UsageError(f"{where}: {name} must be text in quotes, got {value!r:.200}{hint}")
-    if name == "quantizer":
-        from nbflow.quantization.prepare import parse_quantizer  # late: loads the engine's readers
-
-        parse_quantizer(value)
-    if name == "heads" and value:
-        parse_heads(value)
     if name == "importance" and value and not Path(value).is_file():
         raise UsageError(f"{where}: importance: the file {value} does not exist")
-    if name == "weights" and backend.is_policy(value):
-        backend.policy_bits(value)  # raises if it is none
-        return value
-    if name == "weights" and not backend.is_weight_format(value):
-        raise unknown_name("weight format", value, (backend.STORED, *backend.format_names()))
-    if name == "kv":
-        backend.check_kv(value)
+    if name == "weights":
+        return _checked_weights(value)
+    if name in _CHECKS:
+        _CHECKS[name](value)
     known_values = backend.choices().get(name, (value,))
     if value not in known_values:
         raise unknown_name(name, value, known_values)
-    if name == "partition":
-        backend.partition_ranks(value)
-    if name == "machine" and value not in ("", backend.MEASURED):
-        backend.check_machine(value)
     if name == "device":
         return parse_devices(value)
-    return value.lower() if name in ("weights", "kv") else value
+    return value.lower() if name == "kv" else value
+
+
+def _checked_number(known: Setting, value: object, where: str) -> Value:
+    """Return a number of a setting, or a word in its place."""
+    if known.name == "min_repetition_s":
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= float(value) <= MOST_REPETITION_S:  # type: ignore[arg-type]
+            raise UsageError(
+                f"{where}: {known.name} must be a number of seconds, 0 to {MOST_REPETITION_S}, got "
+                f"{value!r}"
+            )
+        return float(value)  # type: ignore[arg-type]
+    if value in known.words:
+        return str(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UsageError(f"{where}: {known.name} must be an integer, got {value!r}")
+    if value < known.minimum:
+        raise UsageError(f"{where}: {known.name} must be at least {known.minimum}, got {value}")
+    return value
+
+
+def _checked_weights(value: str) -> str:
+    """Return the name of a weight format, or a policy file."""
+    if backend.is_policy(value):
+        backend.policy_bits(value)  # raises if it is none
+        return value
+    if not backend.is_weight_format(value):
+        raise unknown_name("weight format", value, (backend.STORED, *backend.format_names()))
+    return value.lower()
 
 
 def parse_devices(text: str) -> str:
@@ -213,6 +215,22 @@ def parse_heads(text: str) -> tuple[int, int, int]:
             f"first a multiple of the second, got {text!r}"
         )
     return numbers
+
+
+def _check_heads(text: str) -> None:
+    """Raise unless heads are given, or those of the model are meant."""
+    if text:
+        parse_heads(text)
+
+
+_CHECKS: dict[str, Callable[[str], object]] = {
+    "quantizer": backend.check_quantizer,
+    "kv": backend.check_kv,
+    "partition": backend.partition_ranks,
+    "machine": backend.check_machine,
+    "heads": _check_heads,
+}
+"""Functions that raise for a value that a setting does not accept."""
 
 
 def resolve_words(config: dict[str, Value]) -> None:

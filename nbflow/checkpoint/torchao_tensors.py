@@ -153,37 +153,60 @@ def _parts(
         shape = (n_rows, 2 * n_columns)
         return E2M1_G16_F32.name, shape, _nvfp4(entry, scales, of_tensor, shape, where)
     if entry.dtype == "u8" and zeros is not None:
-        shape = (n_rows, 2 * n_columns)
-        group = _group(scales.shape[:1], shape[1], where)
-        for part in (scales, zeros):
-            _check(part, (shape[1] // group, n_rows), FLOATS, where)
-        block = grid_block(group, shape[1])
-        kind = "f16" if (scales.dtype, zeros.dtype) == ("f16", "f16") else "f32"
-        format = group_format(4, block, kind, False, True).name if block else "f32"
-        return format, shape, Int4Parts(entry, scales, zeros, shape, group)
+        return _int4(entry, scales, zeros, where)
     if entry.dtype == "i8":
-        group = _group(scales.shape[1:] or (1,), n_columns, where)
-        storage = GroupedStorage("int8", 8, None if group == n_columns else group, zeros is None)
-        grid = (n_rows, n_columns // group)
-        _check(scales, grid, FLOATS, where)
-        if zeros is not None:
-            _check(zeros, grid, ("i8",), where)
-            if not _any(zeros):  # stored for symmetric codes, too
-                zeros, storage = None, replace(storage, symmetric=True)
-        found = storage.format(n_columns, scales.dtype, zeros is not None)
-        parts = GroupedParts(storage, entry, scales, zeros, (n_rows, n_columns))
-        return found or "f32", (n_rows, n_columns), parts
+        return _int8(entry, scales, zeros, where)
     if entry.dtype in _FLOAT8:
-        grid = scales.shape if len(scales.shape) == 2 else (1, 1)
-        if scales.dtype not in FLOATS or min(grid) < 1 or n_rows % grid[0] or n_columns % grid[1]:
-            raise UsageError(
-                f"{where}: scales must be floats for equal blocks of {entry.shape}, got "
-                f"{scales.dtype} {scales.shape}"
-            )
-        matrix = replace(scales, shape=grid, strides=None)
-        block_shape = (n_rows // grid[0], n_columns // grid[1])
-        return "f32", (n_rows, n_columns), Scaled(entry, matrix, block_shape)
+        return _float8(entry, scales, where)
     raise UsageError(f"{where}: codes of type {entry.dtype} are not supported")
+
+
+def _int4(
+    entry: TensorEntry, scales: TensorEntry, zeros: TensorEntry, where: str
+) -> tuple[str, tuple[int, int], Any]:
+    """Return `_parts` of int4 codes in groups of columns, with scales and zeros."""
+    n_rows, shape = entry.shape[0], (entry.shape[0], 2 * entry.shape[1])
+    group = _group(scales.shape[:1], shape[1], where)
+    for part in (scales, zeros):
+        _check(part, (shape[1] // group, n_rows), FLOATS, where)
+    block = grid_block(group, shape[1])
+    kind = "f16" if (scales.dtype, zeros.dtype) == ("f16", "f16") else "f32"
+    format = group_format(4, block, kind, False, True).name if block else "f32"
+    return format, shape, Int4Parts(entry, scales, zeros, shape, group)
+
+
+def _int8(
+    entry: TensorEntry, scales: TensorEntry, zeros: TensorEntry | None, where: str
+) -> tuple[str, tuple[int, int], Any]:
+    """Return `_parts` of int8 codes in rows or groups of columns."""
+    n_rows, n_columns = entry.shape
+    group = _group(scales.shape[1:] or (1,), n_columns, where)
+    storage = GroupedStorage("int8", 8, None if group == n_columns else group, zeros is None)
+    grid = (n_rows, n_columns // group)
+    _check(scales, grid, FLOATS, where)
+    if zeros is not None:
+        _check(zeros, grid, ("i8",), where)
+        if not _any(zeros):  # stored for symmetric codes, too
+            zeros, storage = None, replace(storage, symmetric=True)
+    found = storage.format(n_columns, scales.dtype, zeros is not None)
+    parts = GroupedParts(storage, entry, scales, zeros, (n_rows, n_columns))
+    return found or "f32", (n_rows, n_columns), parts
+
+
+def _float8(
+    entry: TensorEntry, scales: TensorEntry, where: str
+) -> tuple[str, tuple[int, int], Any]:
+    """Return `_parts` of float8 numbers with a scale for each of equal blocks."""
+    n_rows, n_columns = entry.shape
+    grid = scales.shape if len(scales.shape) == 2 else (1, 1)
+    if scales.dtype not in FLOATS or min(grid) < 1 or n_rows % grid[0] or n_columns % grid[1]:
+        raise UsageError(
+            f"{where}: scales must be floats for equal blocks of {entry.shape}, got "
+            f"{scales.dtype} {scales.shape}"
+        )
+    matrix = replace(scales, shape=grid, strides=None)
+    block_shape = (n_rows // grid[0], n_columns // grid[1])
+    return "f32", (n_rows, n_columns), Scaled(entry, matrix, block_shape)
 
 
 def _nvfp4(

@@ -132,12 +132,18 @@ class Comm(ABC):
         """
         return None
 
+    def captured_all_gather(
+        self, part: np.ndarray, whole: np.ndarray, widths: Sequence[int]
+    ) -> GraphNode | None:
+        """Return `Allgather_columns` as `captured_all_reduce` returns `Allreduce`."""
+        return None
+
     def agree_to_capture(self, can_capture: bool) -> None:
-        """Let all-reduces be captured if every rank can: those of a GPU run in Python."""
+        """Let exchanges be captured if every rank can: those of a GPU run in Python."""
         self._captures = can_capture
 
     def bytes_sent(self) -> Counter[str]:
-        """Return `sent` with the bytes of captured all-reduces."""
+        """Return `sent` with the bytes of captured calls."""
         return self.sent
 
     def Allreduce_q8(self, array: np.ndarray) -> None:

@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nbflow.distributed.partition_notation import format_stages, parse_stages
 from nbflow.spec.model_spec import ModelSpec
@@ -141,47 +142,49 @@ def make_plan(
     layers = split_by_shares(spec.n_layers, [sum(m.share for m in stage) for stage in stages])
     ranks = []
     for s, (stage, group) in enumerate(zip(stages, groups, strict=True)):
-        n, shares = len(stage), [member.share for member in stage]
-        heads = [((0, 0), (0, 0))] * n
-        if spec.mixers & {"attention", "lightning_attention"}:
-            heads = _split_heads(spec, shares, block_size, partition)
-        ffn = [(0, 0)] * n
-        if any(spec.kind_of(i).feed_forward for i in range(spec.n_layers)):
-            size = spec.intermediate_size
-            ffn = _split_aligned(size, shares, block_size, "intermediate_size", partition)
-        experts, shared = _split_experts(spec, shares, block_size, partition)
-        vocab = split_by_shares(spec.vocab_size, shares)
-        channels, linear_heads = _split_recurrent(spec, shares, block_size, partition)
-        ssm_heads = _split_state_space(spec, shares, block_size, partition)
-        plugin_heads = _split_plugin_ops(spec, shares, partition)
+        parts = _split_stage(spec, [member.share for member in stage], block_size, partition)
+        before = groups[s - 1] if s else ()
+        after = groups[s + 1] if s + 1 < len(groups) else ()
         for j, rank in enumerate(group):
-            before = groups[s - 1] if s else ()
-            after = groups[s + 1] if s + 1 < len(groups) else ()
             ranks.append(
                 RankPlan(
                     rank,
                     s,
                     group,
                     layers[s],
-                    *heads[j],
-                    ffn[j],
-                    vocab[j],
+                    **{field: ranges[j] for field, ranges in parts.items()},
                     first=not before,
                     last=not after,
                     receives_from=before[j % len(before)] if before else None,
-                    sends_to=tuple(r for i, r in enumerate(after) if i % n == j),
-                    experts=experts[j],
-                    shared=shared[j],
-                    channels=channels[j],
-                    linear_heads=linear_heads[j],
-                    ssm_heads=ssm_heads[j],
-                    plugin_heads=plugin_heads[j],
-                    vocab_widths=tuple(b - a for a, b in vocab),
+                    sends_to=tuple(r for i, r in enumerate(after) if i % len(group) == j),
+                    vocab_widths=tuple(b - a for a, b in parts["vocab"]),
                     all_reduce=all_reduce,
                     has_wide_neighbour=max(len(before), len(after)) > 1,
                 )
             )
     return Plan(format_stages(stages), tuple(ranks), block_size)
+
+
+def _split_stage(
+    spec: ModelSpec, shares: Sequence[float], block_size: int, partition: str
+) -> dict[str, list[Any]]:
+    """Return the ranges of each rank of a stage by their fields in `RankPlan`."""
+    n = len(shares)
+    parts: dict[str, list[Any]] = {"vocab": split_by_shares(spec.vocab_size, shares)}
+    heads = [((0, 0), (0, 0))] * n
+    if spec.mixers & {"attention", "lightning_attention"}:
+        heads = _split_heads(spec, shares, block_size, partition)
+    parts["heads"], parts["kv_heads"] = map(list, zip(*heads, strict=True))
+    parts["ffn"] = [(0, 0)] * n
+    if any(spec.kind_of(i).feed_forward for i in range(spec.n_layers)):
+        size = spec.intermediate_size
+        parts["ffn"] = _split_aligned(size, shares, block_size, "intermediate_size", partition)
+    parts["experts"], parts["shared"] = _split_experts(spec, shares, block_size, partition)
+    recurrent = _split_recurrent(spec, shares, block_size, partition)
+    parts["channels"], parts["linear_heads"] = recurrent
+    parts["ssm_heads"] = _split_state_space(spec, shares, block_size, partition)
+    parts["plugin_heads"] = _split_plugin_ops(spec, shares, partition)
+    return parts
 
 
 def split_by_shares(total: int, shares: Sequence[float]) -> list[Range]:

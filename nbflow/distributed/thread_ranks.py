@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nbflow.distributed.comm import Comm, RankError, SelfComm
-from nbflow.distributed.shared_sums import SharedSums
+from nbflow.distributed.thread_collectives import ThreadCollectives
 from nbflow.utils.rank_status import hang_seconds, status
 from nbflow_kernels.cpu.graph import GraphNode
 from nbflow_kernels.errors import UsageError
@@ -32,12 +32,12 @@ _REFUSED = object()
 
 
 class _Shared:
-    """Shared state of a communicator: a queue for each pair of ranks, memory of all-reduces."""
+    """Shared state of a communicator: a queue for each pair of ranks, memory of captured calls."""
 
     def __init__(self, size: int, failed: threading.Event) -> None:
         self.size = size
         self.queues = {(a, b): SimpleQueue[Any]() for a in range(size) for b in range(size)}
-        self.sums = SharedSums(size)
+        self.captured = ThreadCollectives(size)
         self.failed = failed
         self.groups: dict[tuple[int, ...], _Shared] = {}
         self.lock = threading.Lock()
@@ -45,7 +45,7 @@ class _Shared:
     def abort(self) -> None:
         """Wake every waiting rank, now and later."""
         self.failed.set()
-        self.sums.fail()
+        self.captured.fail()
         for queue in self.queues.values():
             queue.put(_FAILED)
         with self.lock:
@@ -55,7 +55,7 @@ class _Shared:
 
     def refuse(self, rank: int) -> None:
         """Break the messages that others expect from this rank in the present call."""
-        self.sums.fail()
+        self.captured.fail()
         for (source, _), queue in self.queues.items():
             if source == rank:
                 queue.put(_REFUSED)
@@ -63,9 +63,10 @@ class _Shared:
             if rank in ranks:
                 group.refuse(ranks.index(rank))
 
-    def sums_have_failed(self) -> bool:
-        """Return whether an all-reduce of a graph, here or in a group, ended without its sum."""
-        return self.sums.has_failed or any(g.sums_have_failed() for g in list(self.groups.values()))
+    def captured_has_failed(self) -> bool:
+        """Return whether an exchange of a graph, here or in a group, ended without its result."""
+        groups = list(self.groups.values())
+        return self.captured.has_failed or any(g.captured_has_failed() for g in groups)
 
     def clear_refusals(self) -> None:
         """Remove the sentinels of `refuse` while no rank runs; messages in flight stay."""
@@ -73,7 +74,7 @@ class _Shared:
             kept = [value for value in _drained(queue) if value is not _REFUSED]
             for value in kept:
                 queue.put(value)
-        self.sums.clear()
+        self.captured.clear()
         for group in list(self.groups.values()):
             group.clear_refusals()
 
@@ -124,15 +125,28 @@ class ThreadComm(Comm):
         np.concatenate(self._all_gather(part.copy()), out=whole)
 
     def captured_all_reduce(self, array: np.ndarray) -> GraphNode | None:
-        sums = self._shared.sums
-        return sums.all_reduce(array, self.rank) if self._captures and sums.can_capture else None
+        return self._captured.all_reduce(array, self.rank) if self._can_capture else None
+
+    def captured_all_gather(
+        self, part: np.ndarray, whole: np.ndarray, widths: Sequence[int]
+    ) -> GraphNode | None:
+        if not self._can_capture:
+            return None
+        return self._captured.all_gather(part, whole, widths, self.rank)
+
+    @property
+    def _captured(self) -> ThreadCollectives:
+        return self._shared.captured
+
+    @property
+    def _can_capture(self) -> bool:
+        return self._captures and self._captured.can_capture
 
     def agree_to_capture(self, can_capture: bool) -> None:
         self._captures = all(self._all_gather(can_capture))
 
     def bytes_sent(self) -> Counter[str]:
-        captured = self._shared.sums.bytes_sent(self.rank)
-        return self.sent + Counter({"all_reduce": captured} if captured else {})
+        return self.sent + self._captured.bytes_sent(self.rank)
 
     def _send(self, array: np.ndarray, dest: int) -> None:
         self._put(array.copy(), dest)
@@ -168,17 +182,17 @@ class ThreadComm(Comm):
             return None
         return SelfComm() if len(key) == 1 else ThreadComm(group, key.index(self.rank))
 
-    def check_sums(self) -> None:
-        """Raise if an all-reduce of a graph, which cannot raise itself, ended without its sum.
+    def check_captured(self) -> None:
+        """Raise if an exchange of a graph, which cannot raise itself, ended without its result.
 
         Raises
         ------
         RankFailure
             If a rank waited too long for the others, or another rank left the call.
         """
-        if self._shared.sums_have_failed():
+        if self._shared.captured_has_failed():
             raise RankFailure(
-                f"rank {self.rank} has not got the sum of an all-reduce: another rank failed, or "
+                f"rank {self.rank} has not got the result of an exchange: another rank failed, or "
                 f"did not arrive within {3 * hang_seconds():g} s"
             )
 
@@ -265,7 +279,7 @@ def _serve(
     while (function := calls.get()) is not None:
         try:
             result = function(comm)
-            comm.check_sums()
+            comm.check_captured()
         except BaseException as error:
             if _refusal(error):
                 comm.refuse()

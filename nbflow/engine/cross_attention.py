@@ -14,13 +14,12 @@ from nbflow.checkpoint import WeightFile
 from nbflow.distributed.plan import RankPlan
 from nbflow.engine.evaluator import chunks
 from nbflow.engine.interfaces import StepRunner
+from nbflow.engine.rank_options import RankOptions
 from nbflow.engine.request import Request
-from nbflow.executor import Device, WeightLoader, make_executor, make_step
+from nbflow.executor import WeightLoader, make_executor, make_step
 from nbflow.kv_cache import BlockTable, KVStorage
-from nbflow.options import OffloadConfig
+from nbflow.planner.memory import PAGE_SIZE
 from nbflow.program import build_cross_kv, fuse, partition
-from nbflow.quantization.policy import Weights
-from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.spec.model_spec import ModelSpec
 
 
@@ -33,31 +32,21 @@ class CrossAttentionCache:
         spec: ModelSpec,
         mine: RankPlan,
         file: WeightFile,
-        *,
-        weights: Weights,
-        encoding: QuantizerOptions,
-        activations: str,
-        kv: str,
-        page_size: int,
-        place: Device,
-        offload: OffloadConfig,
+        options: RankOptions,
     ) -> None:
         self.encoder = encoder
-        program = fuse(partition(build_cross_kv(spec), mine))
-        self.weights = WeightLoader(program, file, weights, encoding=encoding, packed=place.on_host)
+        program, place = fuse(partition(build_cross_kv(spec), mine)), options.place
+        self.weights = WeightLoader(
+            program, file, options.weights, encoding=options.encoding, packed=place.on_host
+        )
         self.weights.finalize(place)
-        self.storage = KVStorage(
-            program.layers, page_size, {i: program.heads_of(i) for i in program.layers}, kv,
-            place.for_purpose("the cache of the encoder's keys and values"),
-            (
-                place.for_purpose("the host's part of the encoder's keys and values").mapped(),
-                offload.host_layers(len(program.layers)),
-            ),
-            spec.n_layers,
-        )  # fmt: skip
-        self.table = BlockTable(page_size)
+        layers = program.layers
+        memory = options.cache_memory("the encoder's keys and values", len(layers))
+        heads = {i: program.heads_of(i) for i in layers}
+        self.storage = KVStorage(layers, PAGE_SIZE, heads, options.kv, *memory, spec.n_layers)
+        self.table = BlockTable(PAGE_SIZE)
         self._executor = make_executor(
-            program, self.weights, self.storage, activations=activations, device=place
+            program, self.weights, self.storage, activations=options.activations, device=place
         )
 
     def add(self, inputs: Mapping[int, Sequence[int]]) -> None:

@@ -42,31 +42,8 @@ def decoder_prompt(
     `decoder_ids` follow or replace it.  The forced first token (a target language) is generated, or
     part of the prompt where a prefix or a structure of the output follows.
     """
-    spec, encoder_ids = model.spec, list(encoder_ids)
-    start, forced = spec.decoder_start_id, spec.forced_bos_id
-    if params.forced_bos_token_id is not None:
-        forced = params.forced_bos_token_id
-        if forced >= spec.vocab_size:
-            raise UsageError(
-                f"forced_bos_token_id must be 0..{spec.vocab_size - 1} for {spec.name}, got "
-                f"{forced}",
-                "forced_bos_token_id",
-            )
-    if params.source_lang is not None:
-        source = language_id(model.tokenizer, params.source_lang, "source_lang")
-        encoder_ids = _with_source(model, encoder_ids, source)
-    if params.target_lang is not None:
-        if params.forced_bos_token_id is not None:
-            raise UsageError("give one of target_lang and forced_bos_token_id", "target_lang")
-        front = token_in_front(model.tokenizer, params.target_lang)
-        if front is not None:
-            encoder_ids = [front, *encoder_ids]
-        else:
-            target = language_id(model.tokenizer, params.target_lang, "target_lang")
-            if start is not None and start in language_tokens(model.tokenizer).values():
-                start = target  # the first mBART: the language is the start token
-            else:
-                forced = target
+    spec = model.spec
+    encoder_ids, start, forced = _with_languages(model, params, list(encoder_ids))
     if decoder_ids is not None:
         if params.target_lang is not None or params.decoder_prefix is not None:
             raise UsageError(
@@ -87,6 +64,39 @@ def decoder_prompt(
     is_stated = bool(prefix) and prefix[0] in model.tokenizer.special_tokens.values()
     between = [] if forced is None or is_stated else [forced]
     return DecoderPrompt(encoder_ids, [start, *between, *prefix], None)
+
+
+def _with_languages(
+    model: ModelInfo, params: SamplingParams, encoder_ids: list[int]
+) -> tuple[list[int], int | None, int | None]:
+    """Return the encoder's ids, the decoder's start token and its forced first token.
+
+    Each model states the languages in its own place among them.
+    """
+    spec = model.spec
+    start, forced = spec.decoder_start_id, spec.forced_bos_id
+    if params.forced_bos_token_id is not None:
+        forced = params.forced_bos_token_id
+        if forced >= spec.vocab_size:
+            raise UsageError(
+                f"forced_bos_token_id must be 0..{spec.vocab_size - 1} for {spec.name}, got "
+                f"{forced}",
+                "forced_bos_token_id",
+            )
+    if params.source_lang is not None:
+        source = language_id(model.tokenizer, params.source_lang, "source_lang")
+        encoder_ids = _with_source(model, encoder_ids, source)
+    if params.target_lang is None:
+        return encoder_ids, start, forced
+    if params.forced_bos_token_id is not None:
+        raise UsageError("give one of target_lang and forced_bos_token_id", "target_lang")
+    front = token_in_front(model.tokenizer, params.target_lang)
+    if front is not None:
+        return [front, *encoder_ids], start, forced
+    target = language_id(model.tokenizer, params.target_lang, "target_lang")
+    if start is not None and start in language_tokens(model.tokenizer).values():
+        return encoder_ids, target, forced  # the first mBART: the language is the start token
+    return encoder_ids, start, target
 
 
 def _prefix(model: ModelInfo, params: SamplingParams, start: int) -> list[int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +32,7 @@ from nbflow.distributed.thread_ranks import ThreadRanks
 from nbflow.engine.classification_head import ClassificationHead
 from nbflow.engine.compile_ahead import compile_ahead
 from nbflow.engine.llm import LLM
+from nbflow.engine.rank_options import RankOptions
 from nbflow.engine.replicas.offline import Replicas
 from nbflow.engine.replicas.router import ReplicaRouter
 from nbflow.engine.worker import Worker
@@ -103,42 +106,34 @@ def load(
     _check_plugins(comm)
     if comm.size == 1 and is_host(given.device):
         compile_ahead(source.spec, given.kv, given.activations)
-    partition = _partition(source, comm, given)
-    if given.unused_note and is_host(given.device):
-        warnings.warn(given.unused_note, stacklevel=2)
-    partition, device = split_host_layers(given, source.spec.n_layers, partition, given.device)
-    plans = [
-        make_plan(source.spec, part, source.block_size, given.all_reduce)
-        for part in split_replicas(partition)
-    ]
+    plans, device = _plans(source, comm, given)
     whole = Plan("/".join(p.partition for p in plans), sum((p.ranks for p in plans), ()))
     check_names(device, len(whole.ranks))
     _check_ranks(whole, comm)
     status.progress("the tokenizer")
-    tok, why_none = _tokenizer(given.tokenizer, resolved.tokenizer)
-    if tok is not None and resolved.prompt_template is not None:
-        tok.prompt_template = resolved.prompt_template
+    tok, why_none = _tokenizer(given.tokenizer, resolved)
     threads = fair_threads(comm, whole.numbers) if given.threads is None else given.threads
-    of_ranks = _worker_options(source, given)
-    of_ranks["threads"] = cpu_threads(comm, whole.numbers, threads, given.pin_threads)
+    of_ranks = cpu_threads(comm, whole.numbers, threads, given.pin_threads)
+
+    def llm(plan: Plan, workers: list[Worker], team: ThreadRanks | None) -> LLM:
+        return LLM(source.spec, plan, tok, workers, team, threads, resolved.defaults, why_none)
+
     # split is collective
     parts = [comm.split(p.numbers) if comm.size > 1 else comm for p in plans]
     everyone = comm.split(whole.numbers) if comm.size > 1 else comm
-    models, first = [], 0
     hosts = [0] * len(whole.ranks)
     if everyone is not None and everyone.size == len(hosts):
         hosts = everyone.hosts()
-    places = name_devices(device, hosts, given.graphs)
+    places = iter(name_devices(device, hosts, given.graphs))
+    models = []
     for p, part in zip(plans, parts, strict=True):
-        mine, first = places[first : first + len(p.ranks)], first + len(p.ranks)
+        mine = list(itertools.islice(places, len(p.ranks)))
         if part is not None:
-            engines, team = _start(p, part, resolved.path, source.prepared, mine, of_ranks)
-            warn_of_fallback(engines[0].executor.device_comms, part.rank)
-            models.append(
-                LLM(source.spec, p, tok, engines, team, threads, resolved.defaults, why_none)
-            )
+            workers, team = _start(p, part, source, mine, of_ranks, given)
+            warn_of_fallback(workers[0].executor.device_comms, part.rank)
+            models.append(llm(p, workers, team))
     if not models or everyone is None:
-        return LLM(source.spec, whole, tok, [], None, threads, resolved.defaults, why_none)
+        return llm(whole, [], None)
     loaded = models[0]
     if len(plans) > 1:
         index = next(i for i, part in enumerate(parts) if part is not None)
@@ -179,15 +174,25 @@ def _source(resolved: ResolvedModel, given: LoadOptions) -> _Source:
     return _Source(resolved.path, final, spec, formats, prepared, block_size)
 
 
-def _partition(source: _Source, comm: Comm, given: LoadOptions) -> str:
-    """Return the partition of the options; "auto" is the planner's choice."""
-    if given.partition != "auto":
-        return given.partition
-    from nbflow.planner import RunConfig, choose_partition, stored_model
+def _plans(source: _Source, comm: Comm, given: LoadOptions) -> tuple[list[Plan], str]:
+    """Return the plan of each replica, and the devices; the planner chooses partition "auto"."""
+    partition = given.partition
+    if partition == "auto":
+        from nbflow.planner import RunConfig, choose_partition, stored_model
 
-    setting = RunConfig(kv=given.kv, activations=given.activations, all_reduce=given.all_reduce)
-    described = stored_model(source.untransformed, source.path, cast(Weights, given.weights))
-    return choose_partition(described, comm, given.optimize, given.machine, setting, measure)
+        config = RunConfig(kv=given.kv, activations=given.activations, all_reduce=given.all_reduce)
+        described = stored_model(source.untransformed, source.path, cast(Weights, given.weights))
+        partition = choose_partition(
+            described, comm, given.optimize, given.machine, config, measure
+        )
+    if given.unused_note and is_host(given.device):
+        warnings.warn(given.unused_note, stacklevel=3)
+    partition, device = split_host_layers(given, source.spec.n_layers, partition, given.device)
+    plans = [
+        make_plan(source.spec, part, source.block_size, given.all_reduce)
+        for part in split_replicas(partition)
+    ]
+    return plans, device
 
 
 def _check_plugins(comm: Comm) -> None:
@@ -213,16 +218,20 @@ def measure(
     return measure_ranks(load, comm, probe_bytes, formats, arithmetics)
 
 
-def _tokenizer(given: str | Path | None, found: Path | None) -> tuple[Tokenizer | None, str]:
+def _tokenizer(given: str | Path | None, resolved: ResolvedModel) -> tuple[Tokenizer | None, str]:
     """Return the tokenizer, or None and the reason; callers with token ids need none."""
     if given is not None:
-        return load_tokenizer(given), ""
-    if found is None:
+        tokenizer = load_tokenizer(given)
+    elif resolved.tokenizer is None:
         return None, "has no tokenizer file next to its weights"
-    try:
-        return load_tokenizer_file(found), ""
-    except (UsageError, MissingExtraError) as error:
-        return None, f"has a tokenizer that cannot be used ({error})"
+    else:
+        try:
+            tokenizer = load_tokenizer_file(resolved.tokenizer)
+        except (UsageError, MissingExtraError) as error:
+            return None, f"has a tokenizer that cannot be used ({error})"
+    if resolved.prompt_template is not None:
+        tokenizer.prompt_template = resolved.prompt_template
+    return tokenizer, ""
 
 
 def _prepare(
@@ -277,29 +286,19 @@ def stored_block_size(file: WeightFile) -> int:
     return math.lcm(1, *(nk.FORMATS[f].block_size for f in formats))
 
 
-def _worker_options(source: _Source, given: LoadOptions) -> dict[str, Any]:
-    """Return the options of workers that all ranks have."""
-    return {
-        "spec": source.spec,
-        "weights": source.formats,
-        "encoding": source.prepared.quantizer,
-        "activations": given.activations,
-        "kv": given.kv,
-        "max_step_tokens": given.max_step_tokens,
-        "offload": given.offload,
-        "trace": given.trace,  # replaced by each rank's printer
-    }
-
-
 def _start(
     plan: Plan,
     comm: Comm,
-    path: Path,
-    prepared: Prepared,
+    source: _Source,
     places: list[RankDevice],
-    options: dict[str, Any],
+    threads: Mapping[int, tuple[int, Sequence[int], bool]],
+    given: LoadOptions,
 ) -> tuple[list[Worker], ThreadRanks | None]:
     """Create the workers of this process: one rank of `comm`, or all as threads."""
+    options = RankOptions(
+        source.formats, source.prepared.quantizer, given.activations, given.kv,
+        given.max_step_tokens, given.offload,
+    )  # fmt: skip
 
     def make(mine: Comm) -> Worker:
         groups, place = make_groups(plan, mine), _own_device(places[mine.rank], mine)
@@ -309,26 +308,22 @@ def _start(
         memory.begin(mine)
         links = make_device_comms(mine, plan, groups, place)
         memory.note_communicators(len(links.comms))
-        engine: Worker | None = None
-        failure: Exception | None = None
-        try:
-            with open_weights(path) as stored, prepared.apply_to(stored) as file:
-                check(options["spec"], file)
-                engine = Worker(
-                    plan, file, mine, groups, place=place, links=links, device_memory=memory,
-                    **options
-                    | {
-                        "trace": TracePrinter(mine.rank) if options["trace"] else None,
-                        "threads": options["threads"][plan.numbers[mine.rank]],
-                    },
-                )  # fmt: skip
-        except (UsageError, OSError, MemoryError) as error:
-            failure = error
-        status.idle()  # the others may need longer
-        _agree(mine, failure, "while loading its shard")
+        own = dataclasses.replace(
+            options, threads=threads[plan.numbers[mine.rank]], place=place,
+            trace=TracePrinter(mine.rank) if given.trace else None,
+        )  # fmt: skip
+        with _agreed(mine, "while loading its shard"):
+            try:
+                with open_weights(source.path) as stored, source.prepared.apply_to(stored) as file:
+                    check(source.spec, file)
+                    worker = Worker(
+                        plan, file, mine, groups, source.spec, own, links=links,
+                        device_memory=memory,
+                    )  # fmt: skip
+            finally:
+                status.idle()  # the others may need longer
         memory.note_loaded()  # by all ranks
-        assert engine is not None
-        return engine
+        return worker
 
     if comm.size == 1 and len(plan.ranks) > 1:
         team = ThreadRanks(len(plan.ranks))
@@ -342,20 +337,20 @@ def _start(
 
 def _own_device(place: RankDevice, comm: Comm) -> Device:
     """Return the device of this rank as the current one; fails on every rank if one lacks its."""
-    device: Device | None = None
-    failure: Exception | None = None
-    try:
+    with _agreed(comm, "while looking for its device"):
         device = place.find()
         device.activate()
-    except (UsageError, MissingExtraError) as error:
-        failure = error
-    _agree(comm, failure, "while looking for its device")
-    assert device is not None
     return device
 
 
-def _agree(comm: Comm, failure: Exception | None, when: str) -> None:
-    """Raise on every rank if one has failed, so that none waits for it."""
+@contextlib.contextmanager
+def _agreed(comm: Comm, when: str) -> Iterator[None]:
+    """Raise on every rank if the block fails on one, so that none waits for it; collective."""
+    failure: Exception | None = None
+    try:
+        yield
+    except (UsageError, MissingExtraError, OSError, MemoryError) as error:
+        failure = error
     failures = comm.bcast_object(comm.gather_object(failure))
     if failure is not None and not (comm.size > 1 and isinstance(failure, MemoryError)):
         raise failure

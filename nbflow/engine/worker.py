@@ -26,22 +26,20 @@ from nbflow.engine.evaluator import MAX_LOGIT_BYTES, PromptEvaluator
 from nbflow.engine.multi_step_runner import MultiStepRunner
 from nbflow.engine.outputs import RequestDelta, StepOutput
 from nbflow.engine.pipeline import Pipeline
+from nbflow.engine.rank_options import RankOptions
 from nbflow.engine.replicas.address import own_addresses
 from nbflow.engine.request import FinishReason, Proposals, Request
 from nbflow.engine.scheduler import ScheduledRequest, Scheduler
 from nbflow.engine.search.runtime import fork_sequences
 from nbflow.engine.token_times import TokenTimes
 from nbflow.engine.worker_step import worker_step
-from nbflow.executor import HOST, Device, Step, WeightLoader, make_executor
+from nbflow.executor import Step, WeightLoader, make_executor
 from nbflow.executor.device_memory import DeviceMemory
-from nbflow.kv_cache import BlockTable, StateStorage, StateTable, make_storage
-from nbflow.options import OffloadConfig
+from nbflow.kv_cache import BlockTable, KVStorage, StateStorage, StateTable, make_storage
 from nbflow.planner.memory import PAGE_SIZE
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import bytes_sent
 from nbflow.program.read_operand import operand_bytes
-from nbflow.quantization.policy import Weights
-from nbflow.quantization.quantizer_options import QuantizerOptions
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.utils.rank_status import WAITING, WORKING, status
 from nbflow.utils.system import available_memory_bytes, peak_rss_bytes, reset_peak_rss
@@ -57,8 +55,7 @@ class Worker(TokenTimes):
     """Shard of a model that one rank holds and runs.
 
     The ranks of `comm` are those of the plan, in its order; `groups` are from `make_groups`, and
-    `links` from `make_device_comms`.  Weights, KV cache and buffers lie on the device `place`,
-    whose memory `device_memory` reads.  Further: `Executor.trace`, and options of `nbflow.load`.
+    `links` from `make_device_comms`.  `device_memory` reads the memory of the rank's device.
     `LLM.call` calls methods by name, on every rank.
     """
 
@@ -68,65 +65,40 @@ class Worker(TokenTimes):
         file: WeightFile,
         comm: Comm,
         groups: dict[tuple[int, ...], Comm],
-        *,
         spec: ModelSpec,
-        weights: Weights,
-        encoding: QuantizerOptions,
-        activations: str,
-        kv: str,
-        threads: tuple[int, Sequence[int], bool],
-        max_step_tokens: int,
-        page_size: int = PAGE_SIZE,
-        place: Device = HOST,
+        options: RankOptions,
+        *,
         links: DeviceComms | None = None,
-        offload: OffloadConfig | None = None,
         device_memory: DeviceMemory | None = None,
-        trace: Any = None,
     ) -> None:
         reset_peak_rss()
-        set_num_threads(*threads)
-        self.plan, self.comm, self.spec, self._threads = plan, comm, spec, threads
-        offload = offload if offload and not place.on_host else OffloadConfig()
-        options: dict[str, Any] = {
-            "weights": weights, "encoding": encoding, "activations": activations, "kv": kv,
-            "page_size": page_size, "place": place, "offload": offload,
-        }  # fmt: skip
+        set_num_threads(*options.threads)
+        self.plan, self.comm, self.spec, self._threads = plan, comm, spec, options.threads
+        self.mine = plan.ranks[comm.rank]
+        self.max_step_tokens = options.max_step_tokens
         self.cross_attention: CrossAttentionCache | None = None
         self._encoder: Worker | None = None
         if spec.encoder is not None:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
             self._encoder = Worker(
-                encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads, links=links,
-                max_step_tokens=max_step_tokens, device_memory=device_memory, trace=trace, **options
+                encoder_plan, file, comm, groups, spec.encoder, options, links=links,
+                device_memory=device_memory,
             )  # fmt: skip
             self.cross_attention = CrossAttentionCache(
-                self._encoder, spec, plan.ranks[comm.rank], file, **options
+                self._encoder, spec, self.mine, file, options
             )
-        self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
-        before = file.bytes_read
-        self.weights = WeightLoader(self.program, file, weights, encoding, packed=place.on_host)
-        self.weights.finalize(place, offload.embeddings_on_host)
-        self.bytes_read = file.bytes_read - before
-        self.storage = make_storage(
-            spec, self.program.kv_layers, page_size, self.program.heads_of, kv,
-            place.for_purpose("the key/value cache"),
-            (
-                place.for_purpose("the host's part of the key/value cache").mapped(),
-                offload.host_layers(len(self.program.kv_layers)),
-            ),
-        )  # fmt: skip
-        self.states = StateStorage(self.program.states, place.for_purpose("the recurrent states"))
-        self.max_step_tokens = max_step_tokens
-        self.table = BlockTable(page_size, states=StateTable() if spec.is_recurrent else None)
-        self.scheduler = Scheduler(self.table, max_step_tokens, short_context=spec.short_context)
+        self._load(file, options)
+        self.scheduler = Scheduler(
+            self.table, self.max_step_tokens, short_context=spec.short_context
+        )
         self.executor = make_executor(
-            self.program, self.weights, self.storage, comm, plan.numbers, activations,
-            None if self.cross_attention is None else self.cross_attention.storage, device=place,
-            states=self.states,
+            self.program, self.weights, self.storage, comm, plan.numbers, options.activations,
+            None if self.cross_attention is None else self.cross_attention.storage,
+            device=options.place, states=self.states,
         )  # fmt: skip
         self.executor.device_memory = device_memory or self.executor.device_memory
-        self.executor.trace = trace
+        self.executor.trace = options.trace
         self._comms = [comm, *groups.values(), *(links.comms if links else ())]
         self.executor.set_groups(groups, links)
         self._head = plan.numbers.index(plan.head_rank)
@@ -139,6 +111,26 @@ class Worker(TokenTimes):
         self.multi_step = MultiStepRunner(self)
         count = functools.partial(bytes_sent, self.program, self.mine.rank)
         self._bytes_sent = functools.cache(count)
+
+    def _load(self, file: WeightFile, options: RankOptions) -> None:
+        """Load the weights, and make the caches of keys, values and recurrent states."""
+        spec, place, layers = self.spec, options.place, self.program.kv_layers
+        before = file.bytes_read
+        self.weights: WeightLoader = WeightLoader(
+            self.program, file, options.weights, options.encoding, packed=place.on_host
+        )
+        self.weights.finalize(place, options.offload.embeddings_on_host and not place.on_host)
+        self.bytes_read = file.bytes_read - before
+        memory = options.cache_memory("the key/value cache", len(layers))
+        self.storage: KVStorage = make_storage(
+            spec, layers, PAGE_SIZE, self.program.heads_of, options.kv, *memory
+        )
+        self.states: StateStorage = StateStorage(
+            self.program.states, place.for_purpose("the recurrent states")
+        )
+        self.table: BlockTable = BlockTable(
+            PAGE_SIZE, states=StateTable() if spec.is_recurrent else None
+        )
 
     # ---- forward passes -----------------------------------------------------------------------
 

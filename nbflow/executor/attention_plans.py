@@ -41,7 +41,6 @@ class LayerAttention:
         cross_kv = (arrays.cross_indptr, arrays.cross_indices, arrays.cross_lens)
         self._step = (arrays.qo_indptr, *(cross_kv if cross else kv))
         heads = program.heads_of(op.layer or 0)
-        has_variant = spec.attention is not None and not cross
         self.plan = AttentionPlan(
             (program.n_heads, heads.n_kv_heads, heads.key_dim, heads.value_dim),
             storage.page_size,
@@ -51,23 +50,10 @@ class LayerAttention:
             attention_chunk=chunk or 0,
             logits_soft_cap=spec.logits_soft_cap or 0.0,
             sm_scale=spec.sm_scale,
-            disable_split_kv=has_variant,
+            disable_split_kv=spec.attention is not None and not cross,
         )
-        if has_variant:
-            variant = find_variant(str(spec.attention), f"{spec.name}: attention")
-            first_heads = program.first_head, program.first_head * spec.n_kv_heads // spec.n_heads
-            set_variant(self.plan, variant, first_heads)
-        if spec.position == "alibi" and not cross:
-            first = program.first_head
-            slopes = alibi_slopes(spec.n_heads)[first : first + program.n_heads]
-            self.plan.set_table(SLOPES, slopes * (spec.sm_scale if spec.alibi_scaled else 1.0))
-        if spec.position == "relative" and not cross:
-            first_op = [op.kind for op in program.ops].index("attention")
-            (bias,) = executor.weights.operands[first_op]  # shared by all layers
-            self.plan.set_bias(bias, spec.max_context)
-        rope = op.attrs.get("key_rope")
-        if rope is not None:
-            self.plan.set_key_rope(executor.rope_table(rope), rope.style != "half")
+        if not cross:
+            self._set_tables(executor, op)
         max_keys = len(self._step[2]) * storage.page_size  # capacity of the page arrays
         self.merges = max_keys > SPLIT
         """True where keys may be split (split-KV), so that partial states must be merged."""
@@ -78,6 +64,24 @@ class LayerAttention:
             group = program.n_heads // max(1, heads.n_kv_heads)
             self.plan.reserve(n_items, n_items, n_items * group)
         self.fill()
+
+    def _set_tables(self, executor: Executor, op: Op) -> None:
+        """Set the variant, the biases of positions and the RoPE of stored keys in the plan."""
+        program, spec = executor.program, executor.program.spec
+        first = program.first_head
+        if spec.attention is not None:
+            variant = find_variant(str(spec.attention), f"{spec.name}: attention")
+            set_variant(self.plan, variant, (first, first * spec.n_kv_heads // spec.n_heads))
+        if spec.position == "alibi":
+            slopes = alibi_slopes(spec.n_heads)[first : first + program.n_heads]
+            self.plan.set_table(SLOPES, slopes * (spec.sm_scale if spec.alibi_scaled else 1.0))
+        if spec.position == "relative":
+            first_op = [op.kind for op in program.ops].index("attention")
+            (bias,) = executor.weights.operands[first_op]  # shared by all layers
+            self.plan.set_bias(bias, spec.max_context)
+        rope = op.attrs.get("key_rope")
+        if rope is not None:
+            self.plan.set_key_rope(executor.rope_table(rope), rope.style != "half")
 
     def fill(self) -> None:
         """Plan the step that is in the arrays."""

@@ -562,9 +562,11 @@ class Binder:
 
     def _all_gather(self, op: Op, index: int) -> BoundOp:
         group = self._group(op)
-        x, out, widths = self.view(op.inputs[0]), self.view(op.out), op.attrs["widths"]
-        call = functools.partial(group.Allgather_columns, x, out, widths)
-        return self._communication(op, group, call)
+        arrays = self.view(op.inputs[0]), self.view(op.out), op.attrs["widths"]
+        call = group.captured_all_gather(*arrays) if self.variant == "cpu" else None
+        if call is not None:
+            return [call]
+        return self._communication(op, group, functools.partial(group.Allgather_columns, *arrays))
 
     def _send(self, op: Op, index: int) -> BoundOp:
         x, comm = self.view(op.inputs[0]), self._world()

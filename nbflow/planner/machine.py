@@ -188,8 +188,9 @@ class Link:
     """All-reduce algorithm.  "gather": all-gather, then every rank sums (the communicators of
     `nbflow.distributed`).  "one_shot": the same through shared memory.  "ring": reduce-scatter and
     all-gather, 2 (n - 1) messages.  "best": the faster of "one_shot" and "ring"."""
-    all_reduce_latency_s: float = 0.0
-    """Latency of an all-reduce by "gather", where it differs: threads of one process."""
+    captured_latency_s: float = 0.0
+    """Latency of an all-reduce or all-gather that is a call of the step's graph (threads of one
+    process); 0: that of a message."""
 
     def send_s(self, n_bytes: float) -> float:
         """Return the time of one message."""
@@ -197,7 +198,8 @@ class Link:
 
     def all_gather_s(self, n: int, n_bytes: float) -> float:
         """Return the time of an all-gather of `n_bytes` from each of `n` ranks."""
-        return self.latency_s + (n - 1) * n_bytes / self.bytes_per_s if n > 1 else 0.0
+        latency_s = self.captured_latency_s or self.latency_s
+        return latency_s + (n - 1) * n_bytes / self.bytes_per_s if n > 1 else 0.0
 
     def all_reduce_s(self, n: int, n_bytes: float) -> float:
         """Return the time of an all-reduce of `n_bytes` over `n` ranks."""
@@ -205,8 +207,6 @@ class Link:
             return 0.0
         ring = 2 * (n - 1) * (self.latency_s + n_bytes / n / self.bytes_per_s)
         at_once = self.all_gather_s(n, n_bytes)
-        if self.all_reduce_latency_s:
-            at_once += self.all_reduce_latency_s - self.latency_s
         if self.collective == "best":
             return min(ring, at_once)
         return ring if self.collective == "ring" else at_once

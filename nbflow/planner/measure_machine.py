@@ -73,7 +73,7 @@ EXCHANGES = 8
 """All-reduces of a repetition."""
 ROUNDS = 3
 """Rounds of a measurement that is kept in a file."""
-VERSION = 5
+VERSION = 6
 """Version of the measurement, which goes up whenever its numbers mean something else."""
 
 Load = Callable[..., Any]
@@ -153,6 +153,12 @@ def measure_ranks(
     return None if found is None else _machine(found, "ranks")
 
 
+def median_machine(machines: Sequence[Machine]) -> Machine:
+    """Return the medians of several measurements of a machine."""
+    found: Machine = _merged(machines, statistics.median)
+    return found
+
+
 RankFacts = tuple[Device, Link | None, str]
 """Device and host of a rank, and its link to the others."""
 
@@ -181,7 +187,7 @@ def _machine(ranks: list[RankFacts], what: str) -> Machine:
             max(x.latency_s for x in links),
             min(x.bytes_per_s for x in links),
             "gather",
-            max(x.all_reduce_latency_s for x in links),
+            max(x.captured_latency_s for x in links),
         )
     devices = with_means([device for device, _, _ in ranks])
     return Machine(
@@ -356,8 +362,8 @@ def _link(comm: Comm) -> Link:
     """Return latency and rate of an all-reduce over all ranks, and the latency of messages.
 
     Ranks reach an exchange of a step after some work, in which others fall asleep or hold Python's
-    lock: the latency is that of an exchange after a product, without the product.  All-reduces of
-    threads are calls of the step's graph; messages and all-gathers are not.
+    lock: the latency is that of an exchange after a product, without the product.  All-reduces and
+    all-gathers of threads are calls of the step's graph; messages are not.
     """
     others = comm.size - 1
     after_work = _python_exchange_s(comm, SMALL_BYTES, works=True)

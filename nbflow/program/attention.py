@@ -40,14 +40,7 @@ def attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
         ops.append(linear(spec, i, "attn.gate", source, ag))
         gate = [Op("gate", a, (ag, a), layer=i, attrs={"activation": "sigmoid"})]
     rotated = (q, k) if has_kv else (q,)
-    norms = [] if spec.qk_norm == "none" else [_qk_norm(spec, i, name) for name in rotated]
-    rope = spec.rope_of(i)
-    if spec.qk_norm_layers == "rotated" and not rope.dim:
-        norms = []
-    own = {"head": spec.heads_of(i).key_dim} if spec.is_local(i) else {}
-    turned = (q,) if pre_rope else rotated
-    turn = [Op("rope", q, turned, layer=i, attrs={"rope": rope, **own})] if rope.dim else []
-    ops += [*turn, *norms] if spec.qk_norm_after_rope else [*norms, *turn]
+    ops += _norms_and_rope(spec, i, rotated, (q,) if pre_rope else rotated)
     if spec.dynamic_mask_keys:
         ops += _dynamic_mask(spec, i)
         q, k = rotated = ("qe", "ke")
@@ -59,7 +52,7 @@ def attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     sinks = (Operand(f"layers.{i}.attn.sinks.weight"),) if spec.has_sinks(i) else ()
     attrs = _mask(spec, i)
     if pre_rope:
-        attrs |= {"key_rope": rope, "key_bias": bool(key_bias)}
+        attrs |= {"key_rope": spec.rope_of(i), "key_bias": bool(key_bias)}
     if not has_kv:
         attrs |= {"kv_layer": source_layer}
     return [
@@ -71,6 +64,20 @@ def attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
         linear(spec, i, "attn.o", a, "o"),
         add(spec, "x", "o", i, spec.attn_output_scale),
     ]
+
+
+def _norms_and_rope(
+    spec: ModelSpec, i: int, normed: tuple[str, ...], turned: tuple[str, ...]
+) -> list[Op]:
+    """Return the norms and the RoPE of queries and keys, in the model's order."""
+    rope, attrs = spec.rope_of(i), dict[str, Any]()
+    if spec.is_local(i):
+        attrs = {"head": spec.heads_of(i).key_dim}
+    norms = [_qk_norm(spec, i, name) for name in normed if spec.qk_norm != "none"]
+    if not rope.dim:
+        return [] if spec.qk_norm_layers == "rotated" else norms
+    turn = Op("rope", turned[0], turned, layer=i, attrs={"rope": rope, **attrs})
+    return [turn, *norms] if spec.qk_norm_after_rope else [*norms, turn]
 
 
 def _rotation(spec: ModelSpec, i: int, side: CacheSide, *buffers: str) -> list[Op]:

@@ -125,17 +125,21 @@ def _experts(spec: ModelSpec, i: int, source: str, routed: str = "") -> list[Op]
         ]
     else:
         ops.append(Op("experts", "o", (source, "router"), matrices, bias, i, attrs))
-    if not moe.shared_size:
-        return ops
+    return [*ops, *_shared_expert(spec, i, source)] if moe.shared_size else ops
+
+
+def _shared_expert(spec: ModelSpec, i: int, source: str) -> list[Op]:
+    """Return the expert of all tokens, whose result is added to o."""
+    assert spec.moe is not None
     activation = {"activation": spec.activation_name}
-    up = linear(spec, i, "shared.up", source, "sup")
+    ops = [linear(spec, i, "shared.up", source, "sup")]
     if spec.gated:
-        ops += [linear(spec, i, "shared.gate", source, "sgate"), up]
+        ops = [linear(spec, i, "shared.gate", source, "sgate"), *ops]
         ops.append(Op("gate", "sf", ("sgate", "sup"), layer=i, attrs=activation))
     else:
-        ops += [up, Op("activation", "sf", ("sup",), layer=i, attrs=activation)]
+        ops.append(Op("activation", "sf", ("sup",), layer=i, attrs=activation))
     ops.append(linear(spec, i, "shared.down", "sf", "s"))
-    if moe.shared_gate:
-        gate = (Operand(f"{prefix}.shared_gate.weight"),)
+    if spec.moe.shared_gate:
+        gate = (Operand(f"layers.{i}.shared_gate.weight"),)
         ops.append(Op("scale_rows", "s", (source,), gate, layer=i))
     return [*ops, add(spec, "o", "s", i)]

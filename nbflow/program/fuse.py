@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from nbflow.program.records import Buffer, Op, Program
 
@@ -17,12 +18,11 @@ def fuse(program: Program) -> Program:
     return _fuse_adds(_fuse_linears(program))
 
 
-def _fuse_linears(program: Program) -> Program:
-    buffers = dict(program.buffers)
-    ops: list[Op] = []
-    bases: dict[str, str] = {}
-    for op in program.ops:
-        last = ops[-1] if ops else None
+def _join_neighbours(ops: Sequence[Op]) -> list[Op]:
+    """Return the ops with neighbouring products of the same input as one, ``q_k_v``."""
+    joined: list[Op] = []
+    for op in ops:
+        last = joined[-1] if joined else None
         if (
             last is not None
             and op.kind == last.kind == "linear"
@@ -31,14 +31,21 @@ def _fuse_linears(program: Program) -> Program:
             and op.attrs == last.attrs
             and "router" not in (op.out, last.out)
         ):
-            ops[-1] = dataclasses.replace(
+            joined[-1] = dataclasses.replace(
                 last,
                 out=f"{last.out}_{op.out}",
                 weights=last.weights + op.weights,
                 bias=last.bias + op.bias,
             )
         else:
-            ops.append(op)
+            joined.append(op)
+    return joined
+
+
+def _fuse_linears(program: Program) -> Program:
+    buffers = dict(program.buffers)
+    ops = _join_neighbours(program.ops)
+    bases: dict[str, str] = {}
     for i, op in reversed(list(enumerate(ops))):
         parts = op.out.split("_")
         if op.kind != "linear" or len(parts) == 1 or op.out in program.buffers:

@@ -43,10 +43,7 @@ def _base(program: Program, name: str) -> str | None:
 def partition(program: Program, plan: RankPlan) -> Program:
     """Return the program of one rank."""
     spec = program.spec
-    alone = len(plan.group) == 1
-    cuts, local_cuts = _cuts(program, plan), {}
-    if spec.local_heads is not None:
-        local_cuts = _local_cuts(spec, spec.local_heads, plan)
+    cuts = _cuts(program, plan)
     ops: list[Op] = []
     before, behind = (_boundary(program, layer, plan) for layer in plan.layers)
     if plan.receives_from is not None:
@@ -61,26 +58,15 @@ def partition(program: Program, plan: RankPlan) -> Program:
         after_layers = True
         if not plan.layers[0] <= op.layer < plan.layers[1]:
             continue
-        if op.kind == "gaussian_topk" and not alone:
-            of_group = {"ranks": plan.group}
-            ops.append(Op("all_reduce", op.inputs[1], layer=op.layer, attrs=of_group))
+        if len(plan.group) == 1:
+            ops.append(op)
+            continue
         if partial and any(partial in (name, _base(program, name)) for name in op.inputs):
             attrs = {"ranks": plan.group, "all_reduce": plan.all_reduce}
             ops.append(Op("all_reduce", partial, layer=op.layer, attrs=attrs))
             partial = ""
-        of_all_heads = op.out == "ly" or (op.out in "qk" and spec.qk_norm == "all")
-        if not alone and op.kind == "norm" and of_all_heads:
-            ops += _sharded_norm(program, op, plan, cuts)
-            continue
-        if not alone and op.kind == "gated_norm" and _cuts_groups(op, cuts):
-            ops += _sharded_gated_norm(program, op, plan, cuts)
-            continue
-        own = cuts | local_cuts if spec.is_local(op.layer) else cuts
-        if spec.ffn_size(op.layer) != spec.intermediate_size:
-            cut = _ffn_cut(spec, plan, spec.ffn_size(op.layer))
-            own = own | dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), cut)
-        ops.append(op if alone else _inside_layer(op, plan, own, spec))
-        if not alone and _is_partial(op):
+        ops += _sharded(program, op, plan, cuts)
+        if _is_partial(op):
             partial = op.out
     _check_selection(ops)
     if plan.sends_to:
@@ -94,6 +80,26 @@ def partition(program: Program, plan: RankPlan) -> Program:
         tuple(range(*plan.layers)),
         plan.heads[0],
     )
+
+
+def _sharded(
+    program: Program, op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]
+) -> list[Op]:
+    """Shard an op of a layer among the ranks of a stage, with the sums that it needs."""
+    spec, layer = program.spec, op.layer or 0
+    if op.kind == "norm" and (op.out == "ly" or (op.out in "qk" and spec.qk_norm == "all")):
+        return _sharded_norm(program, op, plan, cuts)
+    if op.kind == "gated_norm" and _cuts_groups(op, cuts):
+        return _sharded_gated_norm(program, op, plan, cuts)
+    if spec.local_heads is not None and spec.is_local(layer):
+        cuts = cuts | _local_cuts(spec, spec.local_heads, plan)
+    if spec.ffn_size(layer) != spec.intermediate_size:
+        cut = _ffn_cut(spec, plan, spec.ffn_size(layer))
+        cuts = cuts | dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), cut)
+    sums: list[Op] = []
+    if op.kind == "gaussian_topk":
+        sums = [Op("all_reduce", op.inputs[1], layer=layer, attrs={"ranks": plan.group})]
+    return [*sums, _inside_layer(op, plan, cuts, spec)]
 
 
 def carried_layers(spec: ModelSpec, layer: int) -> tuple[int, ...]:
@@ -144,31 +150,47 @@ def _check_selection(ops: list[Op]) -> None:
 
 def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffer]:
     """Return the buffers of a rank's ops, as wide as its shard."""
-    cuts, spec = _cuts(program, plan), program.spec
-    widths = {name: b - a for name, (a, b) in cuts.items()}
-    sharded = {
-        "q": widths["attn.q"],
-        "a": widths["attn.o"],
-        "qe": (plan.heads[1] - plan.heads[0]) * (spec.head_dim + BIAS_COLUMNS),
-        "ke": (plan.kv_heads[1] - plan.kv_heads[0]) * (spec.head_dim + BIAS_COLUMNS),
-        "ql": (plan.heads[1] - plan.heads[0]) * spec.cached_dim,
-        "al": widths["attn.latent"],
-        "k": widths["attn.k"],
-        "v": widths["attn.v"],
-        **dict.fromkeys(("gate", "up", "f"), widths["ffn.up"]),
-        **dict.fromkeys(("sgate", "sup", "sf"), widths["shared.up"]),
-        "ag": widths["attn.gate"],
-        **dict.fromkeys(("sb", "sc", "sx", "sy"), widths["short.x"]),
-        **dict.fromkeys(("dq", "dk", "cq", "ck"), widths["delta.q"]),
-        **dict.fromkeys(("dv", "dz", "cv", "dy"), widths["delta.v"]),
-        "db": widths["delta.b"],
-        "da": widths["delta.a"],
-        **dict.fromkeys(("lq", "lk", "lv", "lg", "ly"), widths["lightning.q"]),
-        "lq_lk_lv": 3 * widths["lightning.q"],
-        **dict.fromkeys(("mz", "mx", "ux", "my"), widths["ssm.x"]),
-        **dict.fromkeys(("mb", "mc", "ub", "uc"), widths["ssm.b"]),
-        "mdt": widths["ssm.dt"],
-        **dict.fromkeys(("nx", "nz", "vx", "ndt", "ny"), widths["mamba1.x"]),
+    spec, widths = program.spec, _widths(program, plan)
+    used = {name for op in ops for name in (op.out, *op.inputs)}
+    whole = {**program.buffers, "logits_part": Buffer(0, "logits"), "squares": Buffer(2)}
+    whole["square"] = Buffer(1 if spec.ssm is None else spec.ssm.norm_groups)
+    found = {}
+    for name, buffer in whole.items():
+        if name in used:
+            width = widths.get(name, buffer.width)
+            offset = 0 if buffer.base is None else buffer.offset * width // max(1, buffer.width)
+            found[name] = dataclasses.replace(buffer, width=width, offset=offset)
+    return found
+
+
+def _widths(program: Program, plan: RankPlan) -> dict[str, int]:
+    """Return the widths of the buffers that hold the rank's columns."""
+    spec = program.spec
+    cuts = {name: b - a for name, (a, b) in _cuts(program, plan).items()}
+    heads, kv_heads = plan.heads[1] - plan.heads[0], plan.kv_heads[1] - plan.kv_heads[0]
+    widths = {
+        "q": cuts["attn.q"],
+        "a": cuts["attn.o"],
+        "qe": heads * (spec.head_dim + BIAS_COLUMNS),
+        "ke": kv_heads * (spec.head_dim + BIAS_COLUMNS),
+        "ql": heads * spec.cached_dim,
+        "al": cuts["attn.latent"],
+        "k": cuts["attn.k"],
+        "v": cuts["attn.v"],
+        **dict.fromkeys(("gate", "up", "f"), cuts["ffn.up"]),
+        **dict.fromkeys(("sgate", "sup", "sf"), cuts["shared.up"]),
+        "ag": cuts["attn.gate"],
+        **dict.fromkeys(("sb", "sc", "sx", "sy"), cuts["short.x"]),
+        **dict.fromkeys(("dq", "dk", "cq", "ck"), cuts["delta.q"]),
+        **dict.fromkeys(("dv", "dz", "cv", "dy"), cuts["delta.v"]),
+        "db": cuts["delta.b"],
+        "da": cuts["delta.a"],
+        **dict.fromkeys(("lq", "lk", "lv", "lg", "ly"), cuts["lightning.q"]),
+        "lq_lk_lv": 3 * cuts["lightning.q"],
+        **dict.fromkeys(("mz", "mx", "ux", "my"), cuts["ssm.x"]),
+        **dict.fromkeys(("mb", "mc", "ub", "uc"), cuts["ssm.b"]),
+        "mdt": cuts["ssm.dt"],
+        **dict.fromkeys(("nx", "nz", "vx", "ndt", "ny"), cuts["mamba1.x"]),
         "logits_part": plan.vocab[1] - plan.vocab[0],
     }
     if spec.local_heads is not None:
@@ -176,23 +198,14 @@ def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffe
         roles = {"qw": "q", "kw": "k", "vw": "v", "aw": "o", "agw": "gate"}
         for name, role in roles.items():
             first, end = local[f"attn.{role}"]
-            sharded[name] = end - first
+            widths[name] = end - first
     for i in spec.kv_sources:
-        sharded |= {name: sharded[name.rstrip(digits)] for name in qkv_names(spec, i)}
+        widths |= {name: widths[name.rstrip(digits)] for name in qkv_names(spec, i)}
     for size in {spec.ffn_size(i) for i in range(spec.n_layers)}:
         first, end = _ffn_cut(spec, plan, size)
         names = (ffn_name(spec, name, size) for name in ("gate", "up", "f"))
-        sharded |= dict.fromkeys(names, end - first)
-    used = {name for op in ops for name in (op.out, *op.inputs)}
-    whole = {**program.buffers, "logits_part": Buffer(0, "logits"), "squares": Buffer(2)}
-    whole["square"] = Buffer(1 if spec.ssm is None else spec.ssm.norm_groups)
-    found = {}
-    for name, buffer in whole.items():
-        if name in used:
-            width = sharded.get(name, buffer.width)
-            offset = 0 if buffer.base is None else buffer.offset * width // max(1, buffer.width)
-            found[name] = dataclasses.replace(buffer, width=width, offset=offset)
-    return found
+        widths |= dict.fromkeys(names, end - first)
+    return widths
 
 
 def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:

@@ -59,6 +59,7 @@ def _problems(spec: Architecture) -> Iterator[str]:
     yield from _expert_problems(spec)
     yield from _sharing_problems(spec)
     yield from _around_problems(spec)
+    yield from _retrieval_problems(spec)
     yield from _mask_problems(spec)
 
 
@@ -203,6 +204,12 @@ def _around_problems(spec: Architecture) -> Iterator[str]:
     used = [name for name in parts if getattr(spec, name)] + ["streams"] * (spec.streams > 1)
     if used and (spec.residual != "sequential" or spec.encoder is not None or not spec.causal):
         yield f"{used[0]} needs residual 'sequential' and a decoder without an encoder"
+    if spec.layer_embed_size and spec.activation in ("swigluoai", "xielu"):
+        yield f"layer_embed_size goes without activation {spec.activation!r}"
+
+
+def _retrieval_problems(spec: Architecture) -> Iterator[str]:
+    """Yield problems of experts that are retrieved, and of those next to a dense network."""
     n_keys, top_k = spec.retrieval_keys, spec.retrieved_per_token
     if spec.retrieved_experts and not 1 <= top_k <= min(n_keys * n_keys, MAX_CHOSEN):
         yield (
@@ -214,8 +221,6 @@ def _around_problems(spec: Architecture) -> Iterator[str]:
             "retrieved_experts needs a dense feed-forward network, and goes without activation "
             f"{' and '.join(map(repr, _WITHOUT_RETRIEVAL))}"
         )
-    if spec.layer_embed_size and spec.activation in ("swigluoai", "xielu"):
-        yield f"layer_embed_size goes without activation {spec.activation!r}"
     moe = spec.moe
     if (
         moe is not None

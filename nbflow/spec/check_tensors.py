@@ -29,8 +29,26 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
     in ``spec.ignored_tensors``; those that differ in the layer only share a line.  With
     ``spec.tied_head`` an unused head is allowed.
     """
-    present = set(weights.names())
-    missing, shapes, types, used = [], [], [], set()
+    found = {title: lines for title, lines in _misfits(spec, weights).items() if lines}
+    if not found:
+        return
+    problems = [f"{title}:\n  " + "\n  ".join(_collapsed(found[title])) for title in found]
+    if list(found) == ["unused"]:
+        pattern = f"{found['unused'][0].split(' ')[0].rpartition('.')[0]}.*"
+        problems.append(
+            "tensors that the computation does not need go into a file for --spec with "
+            f'extends = "{spec.family}", under [ignored], such as tensors = ["{pattern}"]'
+        )
+    raise UsageError(
+        f"{weights.path}: {sum(map(len, found.values()))} tensors do not fit the specification of "
+        f"{spec.name!r} (family {spec.family!r})\n" + "\n".join(problems)
+    )
+
+
+def _misfits(spec: ModelSpec, weights: WeightFile) -> dict[str, list[str]]:
+    """Return a line for each tensor that does not fit, by what is wrong with it."""
+    present, used = set(weights.names()), set()
+    missing, shapes, types = [], [], []
     for part, ours in ((s, name) for s in spec.parts for name in s.tensor_shapes()):
         try:
             layout = part.tensor_layout(ours)
@@ -50,10 +68,8 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
             shapes.append(f"{name} must have shape {shape}, got {weights.shape(name)}")
         elif not _can_be_weights(weights, name):
             types.append(f"{name} must be of {', '.join(FLOAT_TYPES)}, got {weights.dtype(name)}")
-    if spec.rope.scaling is not None:
-        used.update(spec.tensors.get(name, "") for name in DIVISORS)
-    if spec.tied_head:
-        used.add(spec.tensors.get("head.weight", ""))
+    allowed = [*DIVISORS] * (spec.rope.scaling is not None) + ["head.weight"] * spec.tied_head
+    used.update(spec.tensors.get(name, "") for name in allowed)
     unused = [
         f"{name} {weights.shape(name)}"
         for name in weights.names()
@@ -61,28 +77,7 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
         and 0 not in weights.shape(name)  # parts that a model does not have may be stored empty
         and not any(fnmatchcase(name, p) for p in spec.ignored_tensors)
     ]
-    problems = [
-        f"{title}:\n  " + "\n  ".join(_collapsed(lines))
-        for title, lines in (
-            ("missing", missing),
-            ("wrong shape", shapes),
-            ("wrong type", types),
-            ("unused", unused),
-        )
-        if lines
-    ]
-    if problems:
-        n = len(missing) + len(shapes) + len(types) + len(unused)
-        if unused and not (missing or shapes or types):
-            pattern = f"{unused[0].split(' ')[0].rpartition('.')[0]}.*"
-            problems.append(
-                "tensors that the computation does not need go into a file for --spec with "
-                f'extends = "{spec.family}", under [ignored], such as tensors = ["{pattern}"]'
-            )
-        raise UsageError(
-            f"{weights.path}: {n} tensors do not fit the specification of {spec.name!r} "
-            f"(family {spec.family!r})\n" + "\n".join(problems)
-        )
+    return {"missing": missing, "wrong shape": shapes, "wrong type": types, "unused": unused}
 
 
 def _can_be_weights(weights: WeightFile, name: str) -> bool:

@@ -7,7 +7,7 @@ docs/bring_your_own_architecture.md explains both with an example, docs/family_f
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -422,12 +422,39 @@ def _rules(table: dict[str, Any], where: str) -> dict[str, tuple[ConfigRule, ...
 def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
     example = rule if isinstance(rule, str) else "key of config.json"
     check_keys(rule, at, ConfigRule.__dataclass_fields__, f'keys = ["{example:.40}"]')
-    same_as, default, formula = (rule.get(key) for key in ("same_as", "default", "formula"))
-    stored, word, offset = rule.get("stored"), rule.get("where"), rule.get("offset")
-    has = check_keys(rule.get("has", {}), f"{at} has", rule.get("has", {}))
-    if word is not None and FIELDS[name].kind != [int]:
+    kinds = strings(rule.get("kinds", []), f"{at} kinds")
+    has, values, when = (
+        check_keys(rule.get(key, {}), f"{at} {key}", rule.get(key, {}))
+        for key in ("has", "values", "when")
+    )
+    _check_rule(rule, name, at, above, kinds)
+    default, formula = rule.get("default"), rule.get("formula")
+    if default is not None and not kinds:
+        default = check_field(default, at, FIELDS[name])
+    texts = {key: rule[key] for key in ("stored", "where", "offset") if rule.get(key) is not None}
+    switches = {key: rule.get(key, False) for key in ("optional", "largest", "count", "from_one")}
+    return ConfigRule(
+        keys=strings(rule.get("keys", []), f"{at} keys"),
+        default=default,
+        same_as=rule.get("same_as"),
+        formula=None if formula is None else check_formula(formula, f"{at} formula"),
+        values={w: check_field(value, f"{at} values", FIELDS[name]) for w, value in values.items()},
+        when=when,
+        has={word: check_value(tensor, f"{at} has {word}", str) for word, tensor in has.items()},
+        kinds=kinds,
+        **{key: check_value(text, f"{at} {key}", str) for key, text in texts.items()},
+        **{key: check_value(switch, f"{at} {key}", bool) for key, switch in switches.items()},
+    )
+
+
+def _check_rule(
+    rule: Mapping[str, Any], name: str, at: str, above: dict[str, Any], kinds: Sequence[str]
+) -> None:
+    """Raise if keys of a rule do not go with its field or with each other."""
+    same_as, default = rule.get("same_as"), rule.get("default")
+    if rule.get("where") is not None and FIELDS[name].kind != [int]:
         raise UsageError(f"{at}: where goes with lists of layers, such as dense_layers")
-    if has and name != "layer_types" and word is None:
+    if rule.get("has") and name != "layer_types" and rule.get("where") is None:
         raise UsageError(f"{at}: has gives the words of layer_types, or of a list with where")
     if rule.get("largest") and FIELDS[name].kind not in (int, float):
         raise UsageError(f"{at}: largest goes with numbers, such as n_kv_heads")
@@ -435,7 +462,6 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
         raise UsageError(f"{at}: {same_as!r} must be a field listed above it")
     if rule.get("count") and name != "n_layers":
         raise UsageError(f"{at}: count goes with n_layers")
-    kinds = strings(rule.get("kinds", []), f"{at} kinds")
     if kinds and (
         name != "layer_types" or len(kinds) != 2 or type(default) not in (int, type(None))
     ):
@@ -443,25 +469,3 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
             f"{at}: kinds are the two kinds of layer_types, of the layers that the key says and of "
             f"the others, and a default is n for every n-th layer; got {list(kinds)!r:.80}"
         )
-    return ConfigRule(
-        keys=strings(rule.get("keys", []), f"{at} keys"),
-        default=default if kinds or default is None else check_field(default, at, FIELDS[name]),
-        same_as=same_as,
-        formula=None if formula is None else check_formula(formula, f"{at} formula"),
-        optional=check_value(rule.get("optional", False), f"{at} optional", bool),
-        values={
-            word: check_field(value, f"{at} values", FIELDS[name])
-            for word, value in check_keys(
-                rule.get("values", {}), f"{at} values", rule.get("values", {})
-            ).items()
-        },
-        when=check_keys(rule.get("when", {}), f"{at} when", rule.get("when", {})),
-        stored=None if stored is None else check_value(stored, f"{at} stored", str),
-        where=None if word is None else check_value(word, f"{at} where", str),
-        has={word: check_value(tensor, f"{at} has {word}", str) for word, tensor in has.items()},
-        largest=check_value(rule.get("largest", False), f"{at} largest", bool),
-        count=check_value(rule.get("count", False), f"{at} count", bool),
-        kinds=kinds,
-        from_one=check_value(rule.get("from_one", False), f"{at} from_one", bool),
-        offset=None if offset is None else check_value(offset, f"{at} offset", str),
-    )

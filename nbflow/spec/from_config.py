@@ -102,27 +102,17 @@ def build_spec(
     layers = first_layers(values["n_layers"], kinds, frozenset() if moe is None else moe.layers)
     names = stored_names(family, tensors or {}, layers, held)
     name_biases(names)
-    no_transform = checkpoint_tensors is not None and names.get("transform.weight") not in held
-    if values["head_transform"] and no_transform:
-        # an encoder without the head it was trained with
-        values |= {"head": False, "head_transform": False, "head_bias": False}
+    values |= _heads(values, config, where, names, checkpoint_tensors)
     full_layers = _full_layers(values, kinds)
     values |= theta_by_layer(values, full_layers, where)
     rope, local_rope, softmax_factor = ropes(values, where, rope_divisors)
     same = {field.name: values[field.name] for field in fields(ModelSpec) if field.name in FIELDS}
-    has_classifier = all(names.get(f"{part}.weight") in held for part in ("pooler", "classifier"))
-    same["classifier"] = (
-        _classifier(values["classifier"], config, where) if has_classifier else None
-    )
-    derived = {
-        "embed_size": values["embed_size"] or 0,
-        "sm_scale": _sm_scale(values, softmax_factor),
-        # the file's head if it has one; else tied, unless the configuration forbids it
-        "tied_head": names.get("head.weight") not in held and values["tied_head"] is not False,
-    }
+    same |= {
+        "embed_size": values["embed_size"] or 0, "sm_scale": _sm_scale(values, softmax_factor)
+    }  # fmt: skip
     try:
         return ModelSpec(
-            **(same | derived),
+            **same,
             name=name,
             family=family.name,
             encoder=encoder,
@@ -163,6 +153,29 @@ def _encoder(
         return None
     name = f"{name} (encoder)"
     return build_spec(own, config, name=name, where=where, checkpoint_tensors=checkpoint_tensors)
+
+
+def _heads(
+    values: Mapping[str, Any],
+    config: Mapping[str, Any],
+    where: str,
+    names: Mapping[str, str],
+    checkpoint_tensors: Collection[str] | None,
+) -> dict[str, Any]:
+    """Return the fields of the heads that the checkpoint holds."""
+    parts = ("head", "transform", "pooler", "classifier")
+    held = {part for part in parts if names.get(f"{part}.weight") in (checkpoint_tensors or ())}
+    found: dict[str, Any] = {
+        # the file's head if it has one; else tied, unless the configuration forbids it
+        "tied_head": "head" not in held and values["tied_head"] is not False,
+        "classifier": None,
+    }
+    if held >= {"pooler", "classifier"}:
+        found["classifier"] = _classifier(values["classifier"], config, where)
+    if values["head_transform"] and checkpoint_tensors is not None and "transform" not in held:
+        # an encoder without the head it was trained with
+        found |= {"head": False, "head_transform": False, "head_bias": False}
+    return found
 
 
 def _sm_scale(values: Mapping[str, Any], factor: float) -> float:

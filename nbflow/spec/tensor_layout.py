@@ -69,7 +69,7 @@ def find_layout(
         return _expert(spec, layer, parts[3], ".".join(parts[4:]), our_shape)
     if parts[3:4] in (["q_norm"], ["k_norm"]) and len(parts) == 6:
         return _head_norm(spec, layer, parts[3], parts[4], our_shape)
-    whole, kind = inner.rsplit(".", 1)
+    whole = inner.rpartition(".")[0]
     pattern = spec.tensors.get(f"layers.{{i}}.{inner}")
     if whole in LATENT_MATRICES:
         return _head_part(spec, layer, whole, our_shape)
@@ -85,21 +85,31 @@ def find_layout(
             our_shape[::-1] if transposed else our_shape,
             transposed=transposed,
         )
+    return _fused_part(spec, shapes, name, transposed)
+
+
+def _fused_part(
+    spec: Architecture, shapes: Mapping[str, tuple[int, ...]], name: str, transposed: bool
+) -> TensorLayout:
+    """Locate a matrix or bias of a layer in a tensor that has those of several."""
+    _, layer, inner = name.split(".", 2)
+    whole, kind = inner.rsplit(".", 1)
     for fused, members in FUSED.items():
         if fused == "attn.qkv" and spec.qkv_order == "qvk":
             members = (members[0], members[2], members[1])
         pattern = spec.tensors.get(f"layers.{{i}}.{fused}.{kind}")
-        if whole in members and pattern is not None:
-            copies = [_key_copies(spec, fused, m) for m in members]
-            sizes = [
-                shapes[f"layers.{layer}.{m}.weight"][0] // n
-                for m, n in zip(members, copies, strict=True)
-            ]
-            part = members.index(whole)
-            rows = _fused_rows(spec, fused, part, sizes) * copies[part]
-            shape = (sum(sizes), *our_shape[1:])
-            shape = shape[::-1] if transposed else shape
-            return TensorLayout(pattern.replace("{i}", layer), shape, rows, transposed)
+        if whole not in members or pattern is None:
+            continue
+        copies = [_key_copies(spec, fused, m) for m in members]
+        sizes = [
+            shapes[f"layers.{layer}.{m}.weight"][0] // n
+            for m, n in zip(members, copies, strict=True)
+        ]
+        part = members.index(whole)
+        rows = _fused_rows(spec, fused, part, sizes) * copies[part]
+        shape = (sum(sizes), *shapes[name][1:])
+        shape = shape[::-1] if transposed else shape
+        return TensorLayout(pattern.replace("{i}", layer), shape, rows, transposed)
     raise KeyError(name)
 
 

@@ -69,6 +69,26 @@ def test_captured_all_reduces_have_the_same_bits(team):
         assert sent == 50 * 2 * 4 * (19 + 35)
 
 
+def test_captured_all_gathers_have_the_columns_of_all_ranks(team):
+    """Uneven widths, with and without a tail; rows of `whole` lie apart."""
+    widths = [19, 0, 32]
+    parts = [
+        np.random.default_rng(r).standard_normal((3, n), np.float32) for r, n in enumerate(widths)
+    ]
+
+    def run(comm: Comm):
+        wide = np.full((3, 60), np.nan, np.float32)
+        call = comm.captured_all_gather(parts[comm.rank], wide[:, :51], widths)
+        set_num_threads(1)
+        run_graph(CpuGraph([call], 1), repeat=3)
+        return wide, comm.bytes_sent()["all_gather"]
+
+    for rank, (wide, sent) in enumerate(team.run(run)):
+        np.testing.assert_array_equal(wide[:, :51], np.hstack(parts))
+        assert np.isnan(wide[:, 51:]).all()
+        assert sent == 3 * 2 * 4 * 3 * widths[rank]
+
+
 @pytest.mark.parametrize("error", [ValueError, UsageError])
 def test_a_failing_rank_ends_captured_all_reduces(team, error):
     """The others go on with their own numbers until the next exchange in Python raises."""
@@ -96,7 +116,7 @@ def test_a_rank_that_does_not_arrive_fails_the_call(monkeypatch):
         if comm.rank == 0:
             run_graph(CpuGraph([comm.captured_all_reduce(np.ones(20, np.float32))], 1))
 
-    with pytest.raises(RankFailure, match="sum of an all-reduce"):
+    with pytest.raises(RankFailure, match="result of an exchange"):
         team.run(run)
     team.close()
 

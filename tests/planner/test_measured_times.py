@@ -215,8 +215,8 @@ def test_exchanges_take_the_latency_of_the_link():
     assert decode_s("0&1", link=link) == pytest.approx((2 * LAYERS + 3) * 1e-4, rel=1e-9)
     one = Workload(1, CONTEXT - 4, 8)
     assert decode_s("0;1", one, link=link) == pytest.approx(2 * 1e-4, rel=1e-9)
-    captured = dataclasses.replace(link, all_reduce_latency_s=1e-6)  # logits, tokens: not captured
-    wanted = (2 * LAYERS + 1) * 1e-6 + 2 * 1e-4
+    captured = dataclasses.replace(link, captured_latency_s=1e-6)  # all but the tokens
+    wanted = (2 * LAYERS + 2) * 1e-6 + 1e-4
     assert decode_s("0&1", link=captured) == pytest.approx(wanted, rel=1e-9)
 
 

@@ -21,10 +21,13 @@ out).
 partition; ``table`` (FOLDER/README.md) compares the plan with the fastest of them and of the points
 within the limit: the regret is the speed that the fastest one has above the plan's.
 
-Each measurement of speed has a fixed product on both ranks before and after it (`probe_s`).  Where
-it takes over `DISTURBED` times as long as the fastest one of the run, other programs or guests of
-the host were at work: the measurement is repeated, at most `TRIES` times, and the table has a line
-for the rows that are not disturbed.
+Each measurement of speed has a fixed product on both ranks before and after it (`probe_s`), and
+reads of memory (`read_bytes_per_s`).  Where the product takes over `DISTURBED` times as long as the
+fastest one of the run, other programs or guests of the host were at work.  Some hosts move a
+guest's cores between chips, with caches and links to the memory of their own, which changes its
+bandwidth by half within seconds: where it is by `OTHER_MEMORY` above or below that of
+FOLDER/machine.toml, the machine is not the measured one.  In both cases the measurement is
+repeated, at most `TRIES` times; the table has lines for all rows and for those that remain.
 
 Rows are appended to FOLDER/rows.jsonl; a run goes on with the next point.  MODEL may be
 ``random``: 90 million random weights with the tokenizer of tiny_python, made in a temporary folder,
@@ -34,14 +37,17 @@ because a model that fits into the caches is faster than its memory.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import shutil
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from published_rows import append, conditions
@@ -68,11 +74,18 @@ from nbflow.planner import (
     planned_model,
     predict,
 )
-from nbflow.planner.measure_kernels import lower_quartile, matrix, product_timer
-from nbflow.planner.measure_machine import ROUNDS, VERSION, measure_machine
+from nbflow.planner.measure_kernels import Ranks, lower_quartile, matrix, product_timer
+from nbflow.planner.measure_machine import (
+    PROBE_BYTES,
+    ROUNDS,
+    VERSION,
+    measure_machine,
+    median_machine,
+)
 from nbflow.quantization.policy import WeightFormats, is_quantized
 from nbflow.spec import resolve
 from nbflow_kernels import FORMATS
+from nbflow_kernels.benchmarks.roofline import ReadProbe
 from nbflow_kernels.cpu.parallel_for import set_num_threads
 from nbflow_kernels.errors import UsageError
 
@@ -87,11 +100,12 @@ LIMITS = (0.01, 0.1)
 CHOICE_BATCHES, CHOICE_PROMPT = (1, 8), 64
 """Every choice of formats is measured with these, too, so that speeds can be compared."""
 GENERATE, REPEATS = 24, 4
-DISTURBED, TRIES = 1.1, 2
-"""Time of the fixed product, as a multiple of its fastest, above which a measurement is repeated;
-and how often it is measured at most."""
-PROBE_ROWS, PROBE_S = 8, 0.02
-"""Rows of the fixed product, and seconds of its repetitions: several time slices of a core."""
+DISTURBED, OTHER_MEMORY, TRIES = 1.1, 1.25, 6
+"""Time of the fixed product as a multiple of its fastest, and ratio of memory bandwidths, above
+which a measurement is repeated; and how often it is measured at most."""
+PROBE_ROWS, PROBE_S, READS = 8, 0.02, 5
+"""Rows of the fixed product, seconds of its repetitions (several time slices of a core), and reads
+of `PROBE_BYTES`."""
 QUANTIZER, ACTIVATIONS = "reference", "int8"
 
 
@@ -118,6 +132,10 @@ def main() -> None:
         print(text)
 
 
+Measured = TypeVar("Measured")
+"""Result of a measurement."""
+
+
 class Run:
     """One part of a run of the tool."""
 
@@ -137,7 +155,7 @@ class Run:
             for seed, formats, kv in self._points("kld"):
                 self._measure_kld(probe, seed, formats, kv)
             return
-        self._quiet = FixedProduct()
+        self._probe_machine = MachineProbe()
         machine = self._machine()
         if self._what == "speed":
             self._measure_speeds(machine)
@@ -176,12 +194,22 @@ class Run:
         path = self._folder / "machine.toml"
         # a file of an older measurement may have keys that are unknown now
         if not path.exists() or f"measurement = {VERSION}\n" not in path.read_text():
-            machine = measure_machine(
-                nbflow.load, 2, formats=(*WEIGHTS, "f16"), arithmetics=(ACTIVATIONS,), rounds=ROUNDS
-            )
-            assert machine is not None
-            path.write_text(machine_toml(machine))
+            path.write_text(machine_toml(self._measured()))
         return load_machine(path)
+
+    def _measured(self) -> Machine:
+        """Return the medians of rounds of measurements between which the memory stays the same."""
+        rounds: list[Machine] = []
+
+        def measure() -> Machine:
+            formats = (*WEIGHTS, "f16")
+            machine = measure_machine(nbflow.load, 2, formats=formats, arithmetics=(ACTIVATIONS,))
+            assert machine is not None
+            return machine
+
+        for _ in range(ROUNDS):
+            rounds.append(self._undisturbed(measure, lambda found: [*rounds, found][0])[0])
+        return median_machine(rounds)
 
     def _choice(self, seed: int) -> tuple[dict[str, str], str]:
         """Return the weight formats and cache formats of a point."""
@@ -246,33 +274,50 @@ class Run:
             activations=ACTIVATIONS, threads=1, max_context=512,
         ) as loaded:  # fmt: skip
             for batch, prompt in cases:
-                workload = Workload(batch, prompt, GENERATE)
-                found = predict(model, partition, machine, workload, config)
-                taken, probe_s = self._time(loaded, prompt, batch)
+                taken, state = self._time(machine, loaded, prompt, batch)
                 row = {
                     "what": what, "predictor": VERSION, "kv": kv, "partition": partition,
                     "batch": batch, "prompt": prompt, "bits": self._bits(formats),
                     "prefill_s": lower_quartile([t.prefill_s for t in taken]),
                     "decode_s": lower_quartile([t.step_s for t in taken]),
-                    "decode_s_of_all": [t.step_s for t in taken],
-                    "probe_s": probe_s,
-                    "predicted_prefill_s": found.prefill_s,
-                    "predicted_decode_s": found.decode_s, **more,
+                    "decode_s_of_all": [t.step_s for t in taken], **vars(state), **more,
                 }  # fmt: skip
+                found = predict(
+                    model, partition, machine, Workload(batch, prompt, GENERATE), config
+                )
+                row["predicted_prefill_s"] = found.prefill_s
+                row["predicted_decode_s"] = found.decode_s
                 self._append(row)
 
-    def _time(self, loaded: Any, prompt: int, batch: int) -> tuple[list[Times], float]:
-        """Return the least disturbed repetitions, and the time of the fixed product around them."""
+    def _time(
+        self, machine: Machine, loaded: Any, prompt: int, batch: int
+    ) -> tuple[list[Times], MachineState]:
+        """Return the least disturbed repetitions, and the state of the machine around them."""
         time_both(loaded, prompt, 2, batch)
-        tries: list[tuple[float, list[Times]]] = []
+        return self._undisturbed(
+            lambda: [time_both(loaded, prompt, GENERATE, batch) for _ in range(REPEATS)],
+            lambda taken: machine,
+        )
+
+    def _undisturbed(
+        self, measure: Callable[[], Measured], described: Callable[[Measured], Machine]
+    ) -> tuple[Measured, MachineState]:
+        """Return the least disturbed measurement, and the state of the machine around it.
+
+        `described` returns the machine whose memory bandwidth both should have.
+        """
+        tries: list[tuple[MachineState, Measured]] = []
         for _ in range(TRIES):
-            before = self._quiet.seconds()
-            taken = [time_both(loaded, prompt, GENERATE, batch) for _ in range(REPEATS)]
-            tries.append((max(before, self._quiet.seconds()), taken))
-            if tries[-1][0] <= DISTURBED * self._quiet.fastest_s:
+            before = self._probe_machine.state()
+            taken = measure()
+            after = self._probe_machine.state()
+            read_bytes_per_s = described(taken).devices[0].read_bytes_per_s
+            tries.append((before.and_later(after, read_bytes_per_s), taken))
+            if tries[-1][0].disturbance(self._probe_machine.fastest_s) <= 1.0:
                 break
-        probe_s, taken = min(tries, key=lambda each: each[0])
-        return taken, probe_s
+        fastest_s = self._probe_machine.fastest_s
+        state, taken = min(tries, key=lambda each: each[0].disturbance(fastest_s))
+        return taken, state
 
     def _measure_choices(self, machine: Machine) -> None:
         """Measure the plan for each limit and batch, and the best plans of other partitions."""
@@ -317,31 +362,55 @@ class Run:
         print(json.dumps(row), flush=True)
 
 
-class FixedProduct:
-    """Product on both ranks at once, whose time tells whether anything else runs."""
+@dataclass(frozen=True)
+class MachineState:
+    """Speed of the machine before and after a measurement."""
+
+    probe_s: float
+    """Seconds per weight of a fixed product on both ranks at once, on the slower one."""
+    read_bytes_per_s: float
+    """Memory bandwidth of a rank while both read."""
+    read_ratio: float = 1.0
+    """Ratio, at least 1, of the bandwidths before and after to that of the described machine."""
+
+    def and_later(self, later: MachineState, described: float) -> MachineState:
+        """Return the slower product, the mean bandwidth, and the larger ratio of two moments."""
+        reads = self.read_bytes_per_s, later.read_bytes_per_s
+        ratio = max(max(read, described) / min(read, described) for read in reads)
+        return MachineState(max(self.probe_s, later.probe_s), statistics.fmean(reads), ratio)
+
+    def disturbance(self, fastest_s: float) -> float:
+        """Return how far from the described machine this is; up to 1 counts as the same."""
+        return max(self.probe_s / fastest_s / DISTURBED, self.read_ratio / OTHER_MEMORY)
+
+
+class MachineProbe:
+    """Product and reads on both ranks, whose times tell the speed of the machine at the moment."""
 
     fastest_s = np.inf
 
     def __init__(self) -> None:
         self._ranks = ThreadRanks(2)
 
-        def make(comm: Comm) -> Any:
+        def make(comm: Comm) -> tuple[Callable[[], float], ReadProbe]:
             set_num_threads(1)
-            return product_timer(matrix("q4_k"), PROBE_ROWS, ACTIVATIONS, PROBE_S)
+            product = product_timer(matrix("q4_k"), PROBE_ROWS, ACTIVATIONS, PROBE_S)
+            return product, ReadProbe(PROBE_BYTES, 1)
 
-        self._timers = self._ranks.run(make)
+        self._probes = self._ranks.run(make)
 
-    def seconds(self) -> float:
-        """Return the seconds per weight on the slower rank."""
+    def state(self) -> MachineState:
+        """Measure the speed of the machine."""
 
-        def measure(comm: Comm) -> float:
-            self._timers[comm.rank]()  # an idle core needs a while to reach its speed
+        def measure(comm: Comm) -> tuple[float, float]:
+            product, read = self._probes[comm.rank]
+            product()  # an idle core needs a while to reach its speed
             comm.barrier()
-            return float(self._timers[comm.rank]())
+            return product(), read.n_bytes / Ranks(comm).at_once(read.seconds, READS)
 
-        found = max(self._ranks.run(measure))
-        self.fastest_s = min(self.fastest_s, found)
-        return found
+        products, reads = zip(*self._ranks.run(measure), strict=True)
+        self.fastest_s = min(self.fastest_s, max(products))
+        return MachineState(max(products), statistics.fmean(reads))
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -361,13 +430,13 @@ def table(rows: list[dict[str, Any]]) -> str:
         *errors(rows, "KL divergence", "kld", "predicted_kld", "kld"),
         *errors(rows, prompt, "speed", "predicted_prefill_s", "prefill_s"),
         *errors(rows, token, *columns),
-        *errors(undisturbed(rows), f"{token}, undisturbed", *columns),
+        *errors(undisturbed(rows), f"{token}, machine as described", *columns),
         *spread(rows),
     ]
     for key, values in (("partition", PARTITIONS), ("batch", sorted({b for b, _ in CASES}))):
         for value in values:
-            some = [row for row in rows if row.get(key) == value]
-            lines += errors(some, f"{token}, {key} `{value}`", *columns)
+            some = [row for row in undisturbed(rows) if row[key] == value]
+            lines += errors(some, f"{token}, machine as described, {key} `{value}`", *columns)
     found = list(regrets(rows))
     if found:
         lines += ["", "| limit | batch | plan | tokens/s | fastest | tokens/s | regret | KLD |"]
@@ -376,13 +445,18 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def undisturbed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows without measurements of speed during which other work ran."""
+    """Return the measurements of speed of the machine as it was described."""
     fastest: dict[str, float] = {}
     for row in rows:
         run = row["measurement"]
         fastest[run] = min(fastest.get(run, np.inf), row.get("probe_s", np.inf))
-    limits = {run: DISTURBED * seconds for run, seconds in fastest.items()}
-    return [row for row in rows if row.get("probe_s", 0.0) <= limits[row["measurement"]]]
+    names = [field.name for field in dataclasses.fields(MachineState)]
+    return [
+        row for row in rows
+        if row["what"] == "speed"
+        and MachineState(**{n: row[n] for n in names}).disturbance(fastest[row["measurement"]])
+        <= 1.0
+    ]  # fmt: skip
 
 
 def errors(

@@ -192,6 +192,31 @@ class _Progress:
             print(text, end=end, file=sys.stderr, flush=True)
 
 
+def _as_json(
+    arguments: argparse.Namespace,
+    n_windows: int,
+    scores: Scores,
+    floor: Scores | None,
+    parted: Parting | None,
+) -> dict[str, Any]:
+    """Return what --json prints."""
+    names = ("kv", "kv_rotation", "state", "kv_keys", "activations", "context", "scored")
+    result: dict[str, Any] = {
+        "model": arguments.model,
+        "weights": arguments.weights or "as stored",
+        **{name: getattr(arguments, name) for name in names},
+        "windows": n_windows,
+        "tokens": int(scores.nll.size),
+        **as_json(statistics(scores)),
+    }
+    if floor is not None:
+        result["noise_floor"] = as_json(statistics(floor))
+    if parted is not None:
+        result["greedy_tokens"] = parted.n_tokens
+        result["greedy_common"] = parted.common.tolist()
+    return result
+
+
 def _print(
     arguments: argparse.Namespace,
     windows: list[Window],
@@ -199,32 +224,13 @@ def _print(
     floor: Scores | None,
     parted: Parting | None,
 ) -> None:
-    found = statistics(scores)
     if arguments.json:
-        result: dict[str, Any] = {
-            "model": arguments.model,
-            "weights": arguments.weights or "as stored",
-            "kv": arguments.kv,
-            "kv_rotation": arguments.kv_rotation,
-            "state": arguments.state,
-            "kv_keys": arguments.kv_keys,
-            "activations": arguments.activations,
-            "context": arguments.context,
-            "scored": arguments.scored,
-            "windows": len(windows),
-            "tokens": int(scores.nll.size),
-            **as_json(found),
-        }
-        if floor is not None:
-            result["noise_floor"] = as_json(statistics(floor))
-        if parted is not None:
-            result["greedy_tokens"] = parted.n_tokens
-            result["greedy_common"] = parted.common.tolist()
+        result = _as_json(arguments, len(windows), scores, floor, parted)
         print(json.dumps(plain(result), indent=1))
         return
     print(
         f"{scores.nll.size:,} tokens scored in {len(windows)} windows of {arguments.context} "
-        f"({arguments.scored})\n\n{table(found)}"
+        f"({arguments.scored})\n\n{table(statistics(scores))}"
     )
     if floor is not None:
         kld = {s.key: s for s in statistics(floor)}["kld_mean"]

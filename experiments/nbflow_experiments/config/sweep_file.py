@@ -181,51 +181,57 @@ def parse_sweep(
     plugins: Sequence[str] = (),
 ) -> Sweep:
     """Return the sweep that the parsed file `data` describes; see `load_sweep`."""
-    for section in data:
-        if section not in _SECTIONS:
-            raise unknown_name("section of the sweep file", section, _SECTIONS)
+    _check_keys(data, "section of the sweep file", _SECTIONS)
     head = _table(data, "sweep")
-    for key in head:
-        if key not in _SWEEP_KEYS:
-            raise unknown_name("entry of [sweep]", key, _SWEEP_KEYS)
+    _check_keys(head, "entry of [sweep]", _SWEEP_KEYS)
     sources = (*_plugins(head.get("plugins", []), folder), *_absolute(plugins, Path()))
     load_plugins(sources)  # before names of formats and measures are checked
     name = _name(head.get("name", default_name))
+    description = head.get("description", "")
+    if not isinstance(description, str):
+        raise UsageError(f"[sweep]: description must be text, got {description!r}")
     measures = _measures(head.get("measures", [m.name for m in MEASURES.values() if m.by_default]))
-    fixed = {
-        k: check_value(setting(k).name, v, "[settings]")
-        for k, v in _table(data, "settings").items()
-    }
-    if "seed" in head:
-        if "seed" in fixed:
-            raise UsageError("seed is given twice, in [sweep] and in [settings]; keep one")
-        fixed["seed"] = check_value("seed", head["seed"], "[sweep]")
-    bundles = _bundles(data)
+    fixed, bundles = _fixed(data, head), _bundles(data)
     factors = [key for bundle in bundles for key in bundle[0]]
     for i, factor in enumerate(factors):
         if factor in fixed or factor in factors[:i]:
             raise UsageError(
                 f"{factor} is given twice: it can be fixed, an axis, or part of one [[zip]]"
             )
-    base = {s.name: s.default for s in SETTINGS.values()} | fixed
     n_points = math.prod(map(len, bundles))
     if n_points > _MOST_POINTS:
         raise UsageError(
             f"the axes have {n_points} points; a sweep has at most {_MOST_POINTS}: shorten axes"
         )
+    base = {s.name: s.default for s in SETTINGS.values()} | fixed
     product = [_merge(base, parts) for parts in itertools.product(*bundles)]
     for config in product:
         resolve_words(config)
     points = _without(product, _excludes(data), narrowed)
     for config in points:
         check_configuration(config)
-    description = head.get("description", "")
-    if not isinstance(description, str):
-        raise UsageError(f"[sweep]: description must be text, got {description!r}")
-    excluded = len(product) - len(points)
+    excluded = n_points - len(points)
     return Sweep(
         name, description, measures, tuple(factors), tuple(points), excluded, folder, sources
     )
+
+
+def _check_keys(table: Mapping[str, Any], what: str, known: Sequence[str]) -> None:
+    """Raise for a key that is not known."""
+    for key in table:
+        if key not in known:
+            raise unknown_name(what, key, known)
+
+
+def _fixed(data: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Value]:
+    """Return the checked settings that are the same for every point."""
+    settings = _table(data, "settings")
+    fixed = {k: check_value(setting(k).name, v, "[settings]") for k, v in settings.items()}
+    if "seed" in head:
+        if "seed" in fixed:
+            raise UsageError("seed is given twice, in [sweep] and in [settings]; keep one")
+        fixed["seed"] = check_value("seed", head["seed"], "[sweep]")
+    return fixed
 
 
 def _table(data: Mapping[str, Any], section: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ copied, and the cost of a block does not depend on its position.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from nbflow_kernels.arrays import (
     output,
 )
 from nbflow_kernels.attention.paged import BatchPrefillWithPagedKVCacheWrapper
+from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.masks import convert_bsr_mask_layout
 
@@ -44,11 +46,20 @@ class _BlockMaskWrapper:
         self._wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def _plan_blocks(
-        self, tables: tuple[Any, Any, Any], heads: tuple[int, int, int], page: int, **options: Any
-    ) -> Any:
-        """Plan requests whose pages, given by (qo_indptr, kv_indptr, kv_indices), are all full."""
+        self,
+        tables: tuple[Any, Any, Any],
+        heads: tuple[int, int, int],
+        page: int,
+        mask: np.ndarray | None,
+        arguments: Mapping[str, Any],
+    ) -> AttentionPlan:
+        """Plan requests whose pages, given by (qo_indptr, kv_indptr, kv_indices), are all full.
+
+        `mask` includes the causal one of the `arguments` of `plan`.
+        """
         last = np.where(tables[1][1:] > tables[1][:-1], page, 0).astype(np.int32)
-        return self._wrapper.plan(*tables, last, *heads, page, **options)
+        arguments = {**arguments, "custom_mask": mask, "causal": False}
+        return self._wrapper._plan_pages((*tables, last), (*heads, None), page, arguments)
 
     def _planned(self) -> tuple[int, int, int, int, int, int]:
         """Return M, N, the page size, H, G and D of the current plan."""
@@ -158,13 +169,8 @@ class BlockSparseAttentionWrapper(_BlockMaskWrapper):
         if causal:
             first = np.repeat(indices.astype(np.int64) * C, C) + np.tile(np.arange(C), len(indices))
             seen = add_causal(seen, first, indptr.astype(np.int64) * C, qo_indptr, N - M)
-        plan = self._plan_blocks(
-            (qo_indptr, indptr, indices), (num_qo_heads, num_kv_heads, head_dim), C,
-            custom_mask=seen, use_fp16_qk_reduction=use_fp16_qk_reduction,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale,
-            rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
-            o_data_type=o_data_type, non_blocking=non_blocking,
-        )  # fmt: skip
+        heads, tables = (num_qo_heads, num_kv_heads, head_dim), (qo_indptr, indptr, indices)
+        plan = self._plan_blocks(tables, heads, C, seen, locals())
         self._sizes = (M, N, C, num_qo_heads, num_kv_heads, head_dim)
         return plan
 
@@ -290,13 +296,8 @@ class VariableBlockSparseAttentionWrapper(_BlockMaskWrapper):
             seen = add_causal(
                 None, keys.ravel(), kv_indptr.astype(np.int64) * page, qo_indptr, N - M, rows
             )
-        plan = self._plan_blocks(
-            (qo_indptr, kv_indptr, kv_indices), (num_qo_heads // G, 1, head_dim), page,
-            custom_mask=seen, use_fp16_qk_reduction=use_fp16_qk_reduction,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale,
-            rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
-            non_blocking=non_blocking,
-        )  # fmt: skip
+        heads, tables = (num_qo_heads // G, 1, head_dim), (qo_indptr, kv_indptr, kv_indices)
+        plan = self._plan_blocks(tables, heads, page, seen, locals())
         self._sizes = (M, N, page, num_qo_heads, G, head_dim)
         return plan
 

@@ -205,20 +205,16 @@ class MultiLevelCascadeAttentionWrapper:
                     f"{name} must have an array for each of {len(self._levels)} levels, "
                     f"got {len(arrays)}"
                 )
-        heads = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        options: dict[str, Any] = {
-            "use_fp16_qk_reduction": use_fp16_qk_reduction, "sm_scale": sm_scale,
-            "logits_soft_cap": logits_soft_cap, "rope_scale": rope_scale, "rope_theta": rope_theta,
-            "q_data_type": q_data_type, "kv_data_type": kv_data_type, "kv_format": kv_format,
-            "o_data_type": np.float32,  # levels are merged in float32
-        }  # fmt: skip
-        last = len(self._levels) - 1
-        for i, (level, *tables) in enumerate(zip(self._levels, *lists.values(), strict=True)):
-            level.plan(*tables, *heads, causal=causal and i == last, **options)
+        heads = (num_qo_heads, num_kv_heads, head_dim, None)
+        options = {**locals(), "o_data_type": np.float32}  # levels are merged in float32
+        shared = {**options, "causal": False}  # on all levels but the last
+        for level, *tables in zip(self._levels, *lists.values(), strict=True):
+            own = options if level is self._levels[-1] else shared
+            level._plan_pages((tables[0], tables[1], tables[2], tables[3]), heads, page_size, own)
         counts = [int(indptr[-1]) for indptr in qo_indptr_arr]
         if len(set(counts)) > 1:
             raise UsageError(f"qo_indptr_arr must end at the same row on all levels, got {counts}")
-        self._flat = lambda: self._flat_wrapper(lists, heads, {"causal": causal, **options})
+        self._flat = lambda: self._flat_wrapper(lists, heads, page_size, options)
 
     def run(
         self,
@@ -353,7 +349,8 @@ class MultiLevelCascadeAttentionWrapper:
     def _flat_wrapper(
         self,
         lists: dict[str, Sequence[Any]],
-        heads: tuple[int, int, int, int],
+        heads: tuple[int, int, int, None],
+        page_size: int,
         options: dict[str, Any],
     ) -> BatchPrefillWithPagedKVCacheWrapper:
         """Return a planned wrapper over whole sequences, without the cascade."""
@@ -362,9 +359,9 @@ class MultiLevelCascadeAttentionWrapper:
         last_page_len = lists["paged_kv_last_page_len"]
         for level in range(len(entries) - 1):
             used = last_page_len[level][entries[level]]
-            if ((used > 0) & (used < heads[3])).any():
+            if ((used > 0) & (used < page_size)).any():
                 raise UsageError(
-                    f"level {level} ends within a page of {heads[3]} tokens: the whole sequences "
+                    f"level {level} ends within a page of {page_size} tokens: the whole sequences "
                     "cannot be timed as one page table"
                 )
         pages, last = [], []
@@ -378,11 +375,11 @@ class MultiLevelCascadeAttentionWrapper:
             last.append(filled[-1] if filled else 0)
         edges = np.unique(np.concatenate(lists["qo_indptr_arr"])).astype(np.int32)
         flat = BatchPrefillWithPagedKVCacheWrapper(kv_layout=self.kv_layout)
-        flat.plan(
+        tables = (
             edges, np.cumsum([0, *map(len, pages)]).astype(np.int32),
-            np.concatenate([np.zeros(0, np.int32), *pages]), np.array(last, np.int32), *heads,
-            disable_page_sharing=True, **options,
+            np.concatenate([np.zeros(0, np.int32), *pages]), np.array(last, np.int32),
         )  # fmt: skip
+        flat._plan_pages(tables, heads, page_size, {**options, "disable_page_sharing": True})
         return flat
 
 

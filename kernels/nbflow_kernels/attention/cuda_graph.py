@@ -6,20 +6,20 @@ buffers and the wrapper's own, at unchanged addresses, where replayed launches r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import check_array, check_together, is_cuda
+from nbflow_kernels.arrays import check_array, check_indptr, check_together, is_cuda
 from nbflow_kernels.attention.cuda.plan import (
     StaticPlanBuffers,
     device_plan,
     floats_in,
     partial_floats,
 )
-from nbflow_kernels.attention.options import Options
-from nbflow_kernels.attention.plan import AttentionPlan, plan_into, set_rotation
+from nbflow_kernels.attention.options import Options, PlanInputs
+from nbflow_kernels.attention.plan import AttentionPlan, Tables, make_plan, plan_into, set_rotation
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
 
@@ -29,9 +29,6 @@ MAX_PARTIAL_FLOATS = 32 << 20
 """Default split-KV workspace: 128 MiB, the size that FlashInfer's guide uses."""
 ROLES = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
 """Tables that caller buffers may hold."""
-
-Tables = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""`qo_indptr`, `kv_indptr`, `kv_indices` and `kv_lens` of a step."""
 
 
 def graph_of(use_cuda_graph: bool, buffers: Mapping[str, tuple[str, Any]]) -> GraphPlan | None:
@@ -102,28 +99,32 @@ class GraphPlan:
     def fill(
         self,
         tables: Tables,
-        last_page_len: Any,
-        settings: dict[str, Any],
+        heads: tuple[int, int, int, int],
+        page_size: int,
         options: Options,
-        make: Callable[[Tables], AttentionPlan],
-        *,
-        rows_each: int | None,
-        n_keys: int | None,
+        inputs: PlanInputs,
         workspace: Any,
-        non_blocking: bool,
+        last_page_len: Any,
     ) -> AttentionPlan:
-        """Write a step to the buffers; return the plan.
-
-        `settings` are the parameters that all plans must share, also in `options`; `make` makes the
-        first plan; `rows_each` are the query rows per request if fixed, `n_keys` the number of
-        ragged keys.
-        """
-        self._check(tables, settings, n_keys)
+        """Write a step to the buffers; return the plan: `make_plan` the first time."""
+        if inputs.objects:
+            name = next(iter(inputs.objects))
+            raise UsageError(f"{name} is not supported with use_cuda_graph=True: it has no buffer")
+        check_indptr("qo_indptr", tables[0], len(tables[1]))
+        # all but the workspace and whether to wait must be the same in all plans
+        names = ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo")
+        settings = {
+            **dict(zip(names, heads, strict=True)), "page_size": page_size, **vars(options),
+            **vars(inputs),
+        }  # fmt: skip
+        settings["fixed_split_size"] = settings.pop("split_keys")
+        del settings["non_blocking"]
+        self._check(tables, settings)
         tables = self._place(tables, last_page_len)
         plan = self._plan
         if plan is None:
-            plan = make(tables)
-            self.n_rows, self.n_keys = plan.n_rows, n_keys or 0
+            plan = make_plan(tables, heads, page_size, options, inputs, workspace)
+            self.n_rows, self.n_keys = plan.n_rows, self._n_keys_of(tables)
             plan.fixed_rows, self._plan, self._settings = self.n_rows, plan, settings
             plan.waits_for_copies = False  # `run` may be captured: wait here instead
         else:
@@ -132,12 +133,17 @@ class GraphPlan:
                 set_rotation(plan, options, tables[3])
             plan_into(plan, *tables)
         if self.on_device:
-            self._to_device(plan, rows_each, n_keys)
-            if not non_blocking:
+            self._to_device(plan, inputs.q_len_per_req)
+            if not inputs.non_blocking:
                 device_of(self._buffers["kv_indptr"]).synchronize()
         return plan
 
-    def _check(self, tables: Tables, settings: dict[str, Any], n_keys: int | None) -> None:
+    def _n_keys_of(self, tables: Tables) -> int:
+        """Return the number of ragged keys of a step; 0 with pages."""
+        _, _, starts, lens = tables
+        return 0 if "kv_indices" in self._buffers else int((starts[-1:] + lens[-1:]).sum())
+
+    def _check(self, tables: Tables, settings: dict[str, Any]) -> None:
         """Raise unless the step fits the buffers and the first plan."""
         qo_indptr, kv_indptr, _, kv_lens = tables
         if len(kv_lens) != self.batch_size or len(qo_indptr) != self.batch_size + 1:
@@ -160,7 +166,7 @@ class GraphPlan:
                 )
         for name, most, found in (
             ("qo_indptr", self.n_rows, int(qo_indptr[-1])),
-            ("kv_indptr", self.n_keys, n_keys or 0),
+            ("kv_indptr", self.n_keys, self._n_keys_of(tables)),
         ):
             if found > most:
                 raise UsageError(
@@ -187,7 +193,7 @@ class GraphPlan:
             given["kv_indptr"] = tables[1]
         return given["qo_indptr"], given["kv_indptr"], given["kv_indices"], tables[3]
 
-    def _to_device(self, plan: AttentionPlan, rows_each: int | None, n_keys: int | None) -> None:
+    def _to_device(self, plan: AttentionPlan, rows_each: int | None) -> None:
         """Schedule the step on the device and upload the tables without a caller buffer."""
         device = device_of(self._buffers["kv_indptr"])
         limit = MAX_PARTIAL_FLOATS
@@ -196,7 +202,7 @@ class GraphPlan:
         max_partials = limit // partial_floats(plan.heads)
         tables = self._tables
         if tables is None:
-            buffers = self._buffers
+            buffers, n_keys = self._buffers, self.n_keys
             if "kv_indices" in buffers:
                 n_keys = len(buffers["kv_indices"]) * plan.page_size
                 device_tables = [buffers["kv_indptr"], buffers["kv_indices"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nbflow_kernels.arrays import on_host
+from nbflow_kernels.attention.options import from_arguments
 from nbflow_kernels.attention.paged_base import PagedAttentionWrapper
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.run import AttentionCall
@@ -77,9 +78,7 @@ class BatchAttention(PagedAttentionWrapper):
         check_kv_lens(kv_indptr, kv_indices, kv_len_arr, page_size)
         return self._plan_lens(
             (qo_indptr, kv_indptr, kv_indices, kv_len_arr),
-            (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), page_size, causal=causal,
-            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, q_data_type=q_data_type,
-            kv_data_type=kv_data_type, kv_format=kv_format,
+            (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), page_size, locals(),
         )  # fmt: skip
 
     def run(
@@ -119,8 +118,6 @@ class BatchAttention(PagedAttentionWrapper):
                 f"logits_soft_cap must be the plan's ({plan.logits_soft_cap}), got "
                 f"{logits_soft_cap}; give it to plan(...)"
             )
-        call = AttentionCall(
-            k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=True, sinks=sinks
-        )
+        call = from_arguments(AttentionCall, locals(), return_lse=True)
         result: tuple[Any, Any] = self._run_pages(q, kv_cache, None, call, kv_cache_sf)
         return result

@@ -6,7 +6,8 @@ item and follows the last one, and the position of a token within its item tells
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from nbflow_kernels.errors import UsageError
 _INTEGERS = (np.int32, np.int64, np.uint16, np.uint32)
 
 
-class Items(NamedTuple):
+@dataclass(frozen=True)
+class Items:
     """Arguments of multi-item scoring, as in `BatchPrefillWithPagedKVCacheWrapper.plan`."""
 
     prefix_len_ptr: Any = None
@@ -26,10 +28,10 @@ class Items(NamedTuple):
 
     def mask(self, qo_indptr: np.ndarray, kv_lens: np.ndarray, causal: bool) -> Any:
         """Return the mask of all requests, as `custom_mask`; None without items."""
-        given = [array is not None for array in (*self[:2], self[3])]
-        if not any(given) and not self.token_pos_in_items_len:
+        arrays = self.prefix_len_ptr, self.token_pos_in_items_ptr, self.max_item_len_ptr
+        if all(array is None for array in arrays) and not self.token_pos_in_items_len:
             return None
-        if not (given[0] and given[1]):
+        if any(array is None for array in arrays[:2]):
             raise UsageError(
                 "multi-item scoring needs prefix_len_ptr and token_pos_in_items_ptr; "
                 "token_pos_in_items_len and max_item_len_ptr go with them"
@@ -42,7 +44,7 @@ class Items(NamedTuple):
 def _item_mask(items: Items, qo_lens: np.ndarray, kv_lens: np.ndarray) -> np.ndarray:
     """Return the concatenated masks (qo_len, kv_len) of all requests."""
     B, n = len(qo_lens), items.token_pos_in_items_len
-    prefixes, positions = map(on_host, items[:2])
+    prefixes, positions = on_host(items.prefix_len_ptr), on_host(items.token_pos_in_items_ptr)
     prefixes = prefixes.reshape(1) if getattr(prefixes, "ndim", 1) == 0 else prefixes
     check_array("prefix_len_ptr", prefixes, (B,), _INTEGERS)
     check_array("token_pos_in_items_ptr", positions, (None,), _INTEGERS)

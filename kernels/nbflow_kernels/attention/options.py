@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite, sqrt
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,19 @@ from nbflow_kernels.position import rope_cos_sin_cache
 
 POSITION_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 _FLOAT_DTYPES = ("float32", "float16")
+_Arguments = TypeVar("_Arguments")
+
+
+def from_arguments(
+    kind: type[_Arguments], arguments: Mapping[str, Any], **changed: Any
+) -> _Arguments:
+    """Make a dataclass from the arguments of a function that have the names of its fields.
+
+    `arguments` are the ``locals()`` of a function with FlashInfer's long signature; `changed` are
+    fields that have another value or name there.
+    """
+    names = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return kind(**({name: arguments[name] for name in names if name in arguments} | changed))
 
 
 @dataclass(frozen=True)
@@ -79,6 +93,42 @@ class Options:
     def scale(self, head_dim: int) -> float:
         """Return the softmax scale."""
         return 1.0 / sqrt(head_dim) if self.sm_scale is None else float(self.sm_scale)
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """Arrays, formats and dtypes of a plan, beyond the numbers in `Options`.
+
+    As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+    """
+
+    custom_mask: Any = None
+    packed_custom_mask: Any = None
+    key_cos_sin: Any = None
+    key_interleave: bool = False
+    kv_format: str | None = None
+    variant: Any = None
+    q_data_type: Any = None
+    kv_data_type: Any = None
+    o_data_type: Any = None
+    non_blocking: bool = True
+    q_len_per_req: int | None = None
+    """Query rows of each request, if all have the same number."""
+
+    def __post_init__(self) -> None:
+        if self.key_interleave and self.key_cos_sin is None:
+            raise UsageError("key_interleave is for key_cos_sin, the rotations of keys; give both")
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """Return the masks, rotations and variant that are given, by name."""
+        names = ("custom_mask", "packed_custom_mask", "variant", "key_cos_sin")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def masked(self) -> bool:
+        """Return whether a custom mask replaces the causal one."""
+        return self.custom_mask is not None or self.packed_custom_mask is not None
 
 
 def check_heads(num_qo_heads: int, num_kv_heads: int, *head_dims: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.attention.cuda_graph import graph_of
-from nbflow_kernels.attention.multi_item import Items
+from nbflow_kernels.attention.options import from_arguments
 from nbflow_kernels.attention.paged_base import PagedAttentionWrapper
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.run import AttentionCall
@@ -203,19 +203,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         """
         return self._plan_pages(
             (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len),
-            (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), page_size,
-            items=Items(
-                prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
-            ),
-            custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, causal=causal,
-            pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction,
-            sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap,
-            rope_scale=rope_scale, rope_theta=rope_theta, q_data_type=q_data_type,
-            kv_data_type=kv_data_type, o_data_type=o_data_type, non_blocking=non_blocking,
-            fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
-            disable_page_sharing=disable_page_sharing, kv_format=kv_format, variant=variant,
-            attention_chunk=attention_chunk, key_cos_sin=key_cos_sin,
-            key_interleave=key_interleave,
+            (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), page_size, locals(),
         )  # fmt: skip
 
     def run(
@@ -279,12 +267,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         TypeError
             If an argument is not an array or has another dtype.
         """
-        call = AttentionCall(
-            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, key_bias=key_bias,
-            out=out, lse=lse,
-            return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes.get("o"),
-            tensor_cores=self._tensor_cores,
-        )  # fmt: skip
+        call = from_arguments(
+            AttentionCall, locals(), o_dtype=self._dtypes.get("o"), tensor_cores=self._tensor_cores
+        )
         return self._run_pages(q, paged_kv_cache, window_left, call, kv_cache_sf)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
@@ -398,15 +383,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         rows = np.arange(max(len(indptr), 1), dtype=np.int32) * np.int32(q_len_per_req)
         return self._plan_pages(
             (rows, indptr, indices, last_page_len),
-            (num_qo_heads, num_kv_heads, head_dim, head_dim_vo), page_size, causal=True,
-            pos_encoding_mode=pos_encoding_mode, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, q_data_type=q_data_type, kv_data_type=kv_data_type,
-            o_data_type=o_data_type, sm_scale=sm_scale, rope_scale=rope_scale,
-            rope_theta=rope_theta, non_blocking=non_blocking, fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv, disable_page_sharing=disable_page_sharing,
-            q_len_per_req=q_len_per_req, kv_format=kv_format, variant=variant,
-            attention_chunk=attention_chunk, key_cos_sin=key_cos_sin,
-            key_interleave=key_interleave,
+            (num_qo_heads, num_kv_heads, head_dim, head_dim_vo), page_size,
+            {**locals(), "causal": True},
         )  # fmt: skip
 
     run = BatchPrefillWithPagedKVCacheWrapper.run

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.arrays import array_shapes, check_array, check_indptr, check_range, on_host
-from nbflow_kernels.attention.cuda_graph import GraphPlan, Tables
+from nbflow_kernels.arrays import array_shapes, check_array, check_range, on_host
+from nbflow_kernels.attention.cuda_graph import GraphPlan
 from nbflow_kernels.attention.multi_item import Items
 from nbflow_kernels.attention.options import (
     Options,
+    PlanInputs,
     check_backend,
     check_dtype,
     check_workspace,
     dtype_name,
+    from_arguments,
 )
-from nbflow_kernels.attention.plan import AttentionPlan, make_plan, plan_into
+from nbflow_kernels.attention.plan import AttentionPlan, Tables, make_plan, plan_into
 from nbflow_kernels.attention.run import AttentionCall, PlannedRun, run_plan
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.float8 import FLOAT8_NAMES
@@ -31,8 +34,6 @@ from nbflow_kernels.kv_cache.page_table import (
     one_token_pages,
     split_cache,
 )
-
-NO_ITEMS = Items()
 
 
 class PlannedWrapper:
@@ -98,17 +99,16 @@ class PagedAttentionWrapper(PlannedWrapper):
         tables: tuple[Any, Any, Any, Any],
         heads: tuple[int, int, int, int | None],
         page_size: int,
-        *,
-        fixed_split_size: int | None,
-        **options: Any,
+        arguments: Mapping[str, Any],
     ) -> AttentionPlan:
         """Check the page table (`tables` ends with the last page lengths), then make the plan."""
         qo_indptr, indptr, indices, last_page_len = map(on_host, tables)
         check_page_table(indptr, indices, last_page_len, page_size)
         kv_lens = count_tokens(indptr, last_page_len, page_size)
+        split_pages = arguments.get("fixed_split_size")
         return self._plan_lens(
-            (qo_indptr, indptr, indices, kv_lens), heads, page_size, last_page_len=last_page_len,
-            split_keys=fixed_split_size and fixed_split_size * page_size, **options,
+            (qo_indptr, indptr, indices, kv_lens), heads, page_size, arguments,
+            split_keys=split_pages and split_pages * page_size, last_page_len=last_page_len,
         )  # fmt: skip
 
     def _plan_lens(
@@ -116,75 +116,38 @@ class PagedAttentionWrapper(PlannedWrapper):
         tables: Tables,
         heads: tuple[int, int, int, int | None],
         page_size: int,
+        arguments: Mapping[str, Any],
         *,
-        q_data_type: Any = None,
-        kv_data_type: Any = None,
-        o_data_type: Any = None,
-        kv_format: str | None = None,
-        variant: Any = None,
-        custom_mask: Any = None,
-        packed_custom_mask: Any = None,
-        items: Items = NO_ITEMS,
-        non_blocking: bool = True,
+        split_keys: int | None = None,
         last_page_len: Any = None,
-        q_len_per_req: int | None = None,
-        n_keys: int | None = None,
-        key_cos_sin: Any = None,
-        key_interleave: bool = False,
-        **options: Any,
     ) -> AttentionPlan:
         """Make and keep the plan, with the dtypes, format and variant that `run` checks.
 
-        `options` are fields of `Options`.
+        `arguments` are those of the wrapper's `plan`, of which `Options`, `PlanInputs` and `Items`
+        have fields.
         """
         self.current, self._n_pages = None, -1
         self._checked.clear()
-        item_mask = items.mask(tables[0], tables[3], options.get("causal", False))
-        if item_mask is not None:
-            if custom_mask is not None or packed_custom_mask is not None:
+        options = from_arguments(
+            Options, arguments, kv_layout=self.kv_layout, split_keys=split_keys
+        )
+        inputs = from_arguments(PlanInputs, arguments)
+        mask = from_arguments(Items, arguments).mask(tables[0], tables[3], options.causal)
+        if mask is not None:
+            if inputs.masked:
                 raise UsageError("prefix_len_ptr makes a custom_mask; pass one of them")
-            custom_mask = item_mask
-        if kv_format is None and kv_data_type is not None:
-            kv_format = FLOAT8_NAMES.get(dtype_name(kv_data_type))
-        self._variant, self._kv_format = variant, kv_format
-        self._dtypes = {"q": q_data_type, "kv": kv_data_type, "o": o_data_type}
+            inputs = replace(inputs, custom_mask=mask)
+        self.position_mode, self._variant = options.pos_encoding_mode, inputs.variant
+        self._dtypes = {name: getattr(inputs, f"{name}_data_type") for name in ("q", "kv", "o")}
+        self._kv_format = inputs.kv_format
+        if self._kv_format is None and inputs.kv_data_type is not None:
+            self._kv_format = FLOAT8_NAMES.get(dtype_name(inputs.kv_data_type))
         all_heads = (*heads[:3], heads[2] if heads[3] is None else heads[3])
-        # parameters that must be the same in all plans of a graph
-        names = ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo")
-        settings: dict[str, Any] = {
-            **dict(zip(names, all_heads, strict=True)), "page_size": page_size, **options,
-            "q_len_per_req": q_len_per_req, "kv_format": kv_format, "q_data_type": q_data_type,
-            "kv_data_type": kv_data_type, "o_data_type": o_data_type,
-        }  # fmt: skip
-        settings["fixed_split_size"] = settings.pop("split_keys", None)
-        if variant is not None:
-            options |= {"disable_split_kv": True, "disable_page_sharing": True}
-        chosen = Options(kv_layout=self.kv_layout, **options)
-        self.position_mode = chosen.pos_encoding_mode
-
-        def make(tables: Tables) -> AttentionPlan:
-            plan = make_plan(
-                *tables, all_heads, page_size, chosen, custom_mask=custom_mask,
-                packed_custom_mask=packed_custom_mask, workspace=self._workspace,
-                key_cos_sin=key_cos_sin, key_interleave=key_interleave,
-            )  # fmt: skip
-            plan.waits_for_copies = not non_blocking
-            return plan
-
+        arguments_of_plan = (tables, all_heads, page_size, options, inputs, self._workspace)
         if self._graph is None:
-            self.current = make(tables)
-            return self.current
-        masks = {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask}
-        for name, value in {**masks, "variant": variant, "key_cos_sin": key_cos_sin}.items():
-            if value is not None:
-                raise UsageError(
-                    f"{name} is not supported with use_cuda_graph=True: it has no buffer"
-                )
-        check_indptr("qo_indptr", tables[0], len(tables[1]))
-        self.current = self._graph.fill(
-            tables, last_page_len, settings, chosen, make, rows_each=q_len_per_req, n_keys=n_keys,
-            workspace=self._workspace, non_blocking=non_blocking,
-        )  # fmt: skip
+            self.current = make_plan(*arguments_of_plan)
+        else:
+            self.current = self._graph.fill(*arguments_of_plan, last_page_len)
         return self.current
 
     def _check_arrays(self, plan: AttentionPlan, q: Any, *caches: tuple[str, Any]) -> None:

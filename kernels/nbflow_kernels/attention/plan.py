@@ -16,6 +16,7 @@ from nbflow_kernels.attention import plan_layout as at
 from nbflow_kernels.attention.cpu.scheduler import schedule
 from nbflow_kernels.attention.options import (
     Options,
+    PlanInputs,
     check_heads,
     check_key_rope,
     mask_table,
@@ -30,10 +31,12 @@ from nbflow_kernels.attention.plan_layout import (
 )
 from nbflow_kernels.cpu.parallel_for import get_num_threads
 from nbflow_kernels.cpu.simd_memory import address_of
-from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import alibi_slopes
 
 MAX_THREADS = 1024
+
+Tables = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""`qo_indptr`, `kv_indptr`, `kv_indices` and `kv_lens` of a step."""
 
 
 class AttentionPlan:
@@ -66,14 +69,12 @@ class AttentionPlan:
         **options: Any,
     ) -> None:
         chosen = Options(causal=causal, **options)
-        self.heads = heads
-        self.kv_layout = chosen.kv_layout
-        self.page_size = page_size
-        self.causal = causal
-        self.window_left = chosen.window_left
-        self.attention_chunk = chosen.attention_chunk
+        self.heads, self.page_size = heads, page_size
+        self.kv_layout, self.causal = chosen.kv_layout, causal
+        self.window_left, self.attention_chunk = chosen.window_left, chosen.attention_chunk
         self.logits_soft_cap = float(chosen.logits_soft_cap or 0.0)
         self.sm_scale = chosen.scale(heads[2])
+        self.split_keys = chosen.split_keys or SPLIT
         self.n_items = self.n_merges = self.n_shares = 0
         self.work = 0.0
         """Multiply-adds of one layer."""
@@ -102,16 +103,19 @@ class AttentionPlan:
         self._merges = np.zeros((0, len(MERGE_COLUMNS)), np.int64)
         self.reserve(64, 16, 0)
         self.qo_indptr = self.kv_indptr = self.kv_indices = self.kv_lens = np.zeros(1, np.int32)
-        head = self.header
-        head[at.QO_HEADS], head[at.KV_HEADS], head[at.DIM_QK], head[at.DIM_VO] = heads
-        head[at.PAGE_SIZE], head[at.WINDOW], head[at.CAUSAL] = page_size, self.window_left, causal
-        self.split_keys = chosen.split_keys or SPLIT
-        head[at.SPLIT_KEYS] = self.split_keys
-        head[at.ATTENTION_CHUNK] = chosen.attention_chunk
-        head[at.MAY_SPLIT] = not chosen.disable_split_kv
-        head[at.MAY_SHARE] = not chosen.disable_page_sharing
         self._factors = np.full(heads[0], self.sm_scale, np.float32)
         self.set_table(at.SCORE_FACTORS, self._factors)
+        self._write_options(chosen)
+
+    def _write_options(self, options: Options) -> None:
+        """Write the sizes and options to the header."""
+        head = self.header
+        head[at.QO_HEADS], head[at.KV_HEADS], head[at.DIM_QK], head[at.DIM_VO] = self.heads
+        head[at.PAGE_SIZE], head[at.CAUSAL] = self.page_size, options.causal
+        head[at.WINDOW], head[at.ATTENTION_CHUNK] = options.window_left, options.attention_chunk
+        head[at.SPLIT_KEYS] = self.split_keys
+        head[at.MAY_SPLIT] = not options.disable_split_kv
+        head[at.MAY_SHARE] = not options.disable_page_sharing
 
     @property
     def items(self) -> np.ndarray:
@@ -299,30 +303,25 @@ def plan_into(
 
 
 def make_plan(
-    qo_indptr: np.ndarray,
-    kv_indptr: np.ndarray,
-    kv_indices: np.ndarray,
-    kv_lens: np.ndarray,
+    tables: Tables,
     heads: tuple[int, int, int, int],
     page_size: int,
     options: Options,
-    *,
-    custom_mask: Any = None,
-    packed_custom_mask: Any = None,
+    inputs: PlanInputs,
     workspace: Any = None,
-    key_cos_sin: Any = None,
-    key_interleave: bool = False,
 ) -> AttentionPlan:
-    """Make and fill a plan for any options; the page table (`kv_*`) is already checked."""
+    """Make and fill a plan for any options; the page table is already checked."""
+    qo_indptr, kv_indptr, _, kv_lens = tables
     check_heads(*heads)
     check_indptr("qo_indptr", qo_indptr, len(kv_indptr))
-    masked = custom_mask is not None or packed_custom_mask is not None
-    chosen = {**vars(options), "causal": options.causal and not masked}
+    chosen = {**vars(options), "causal": options.causal and not inputs.masked}
+    if inputs.variant is not None:
+        chosen |= {"disable_split_kv": True, "disable_page_sharing": True}
     plan = AttentionPlan(heads, page_size, **chosen)
-    plan.workspace = workspace
-    if masked:
-        qo_lens = qo_indptr[1:] - qo_indptr[:-1]
-        mask, starts, bits = mask_table(custom_mask, packed_custom_mask, qo_lens, kv_lens)
+    plan.workspace, plan.waits_for_copies = workspace, not inputs.non_blocking
+    if inputs.masked:
+        masks = inputs.custom_mask, inputs.packed_custom_mask
+        mask, starts, bits = mask_table(*masks, qo_indptr[1:] - qo_indptr[:-1], kv_lens)
         plan.set_table(at.MASK, mask)
         plan.set_table(at.MASK_STARTS, starts)
         plan.header[at.MASK_BITS] = bits
@@ -330,12 +329,10 @@ def make_plan(
         plan.set_table(at.SLOPES, alibi_slopes(heads[0]))
     elif options.pos_encoding_mode == "ROPE_LLAMA":
         set_rotation(plan, options, kv_lens)
-    if key_cos_sin is not None:
-        check_key_rope(key_cos_sin, heads[2], kv_lens)
-        plan.set_key_rope(key_cos_sin, key_interleave)
-    elif key_interleave:
-        raise UsageError("key_interleave is for key_cos_sin, the rotations of keys; give both")
-    plan_into(plan, qo_indptr, kv_indptr, kv_indices, kv_lens)
+    if inputs.key_cos_sin is not None:
+        check_key_rope(inputs.key_cos_sin, heads[2], kv_lens)
+        plan.set_key_rope(inputs.key_cos_sin, inputs.key_interleave)
+    plan_into(plan, *tables)
     return plan
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from nbflow_kernels.arrays import check_together, is_cuda
-from nbflow_kernels.attention.options import Options
+from nbflow_kernels.attention.options import Options, PlanInputs, from_arguments
 from nbflow_kernels.attention.paged import BatchDecodeWithPagedKVCacheWrapper
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.attention.run import AttentionCall, PlannedRun, run_plan
@@ -192,29 +192,17 @@ class PODWithPagedKVCacheWrapper:
         plan = self._decode._planned()
         if causal_d:
             raise UsageError("causal_d must be False: decode rows are the last of their sequences")
-        planned = {
-            "kv_layout_d": (kv_layout_d, self._decode.kv_layout),
-            "pos_encoding_mode_d": (pos_encoding_mode_d, self._decode.position_mode),
-            "sm_scale_d": (sm_scale_d, plan.sm_scale),
-        }
-        for name, (given, wanted) in planned.items():
-            if given is not None and given != wanted:
-                raise UsageError(
-                    f"{name} must be that of the wrapper or its plan ({wanted!r}), got {given!r}; "
-                    "give it there"
-                )
+        _check_planned("kv_layout_d", kv_layout_d, self._decode.kv_layout)
+        _check_planned("pos_encoding_mode_d", pos_encoding_mode_d, self._decode.position_mode)
+        _check_planned("sm_scale_d", sm_scale_d, plan.sm_scale)
         check_together(q_p=q_p, q_d=q_d)
-        options = Options(
-            kv_layout=kv_layout_p, causal=causal_p, window_left=window_left_p, sm_scale=sm_scale_p,
-            pos_encoding_mode=pos_encoding_mode_p, rope_scale=rope_scale_p,
-            rope_theta=rope_theta_p, use_fp16_qk_reduction=use_fp16_qk_reduction,
-        )  # fmt: skip
-        call_p = AttentionCall(out=out_p, return_lse=return_lse_p)
-        masks = (custom_mask_p, packed_custom_mask_p)
-        if self._use_cuda_graph and any(mask is not None for mask in masks):
+        own = {name[:-2]: value for name, value in locals().items() if name.endswith("_p")}
+        options = from_arguments(Options, own, use_fp16_qk_reduction=use_fp16_qk_reduction)
+        inputs = from_arguments(PlanInputs, own)
+        if self._use_cuda_graph and inputs.masked:
             raise UsageError("custom_mask_p is not supported with use_cuda_graph: it has no buffer")
-        prompt = single_run(q_p, k_p, v_p, options, call_p, None, None, *masks)
-        self._keep_plan(prompt, options, masked=any(mask is not None for mask in masks))
+        prompt = single_run(q_p, k_p, v_p, options, inputs, from_arguments(AttentionCall, own))
+        self._keep_plan(prompt, options, masked=inputs.masked)
         call_d = AttentionCall(
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out_d, return_lse=return_lse_d
         )
@@ -236,6 +224,15 @@ class PODWithPagedKVCacheWrapper:
         if not is_cuda(run.q):
             _divide(run.plan)
         self._prompt = None if masked else (key, run.plan)
+
+
+def _check_planned(name: str, given: Any, wanted: Any) -> None:
+    """Raise unless an option of the decode rows, if given, is that of the wrapper or its plan."""
+    if given is not None and given != wanted:
+        raise UsageError(
+            f"{name} must be that of the wrapper or its plan ({wanted!r}), got {given!r}; "
+            "give it there"
+        )
 
 
 def _divide(plan: AttentionPlan) -> None:

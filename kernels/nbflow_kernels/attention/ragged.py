@@ -9,7 +9,7 @@ import numpy as np
 
 from nbflow_kernels.arrays import check_array, check_indptr, is_cuda, on_host
 from nbflow_kernels.attention.cuda_graph import graph_of
-from nbflow_kernels.attention.multi_item import Items
+from nbflow_kernels.attention.options import from_arguments
 from nbflow_kernels.attention.paged_base import PagedAttentionWrapper
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.run import AttentionCall, PlannedRun, run_plan
@@ -126,17 +126,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         # "page" b starts at token starts[b]: the cache is viewed as overlapping pages
         plan = self._plan_lens(
             (rows, np.arange(len(starts), dtype=np.int32), starts[:-1], kv_lens),
-            (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), longest, n_keys=n_keys,
-            items=Items(
-                prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
-            ),
-            custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, causal=causal,
-            pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction,
-            window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
-            rope_scale=rope_scale, rope_theta=rope_theta, q_data_type=q_data_type,
-            kv_data_type=kv_data_type, o_data_type=o_data_type, non_blocking=non_blocking,
-            split_keys=fixed_split_size, disable_split_kv=disable_split_kv, kv_format=kv_format,
-            variant=variant,
+            (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), longest, locals(),
+            split_keys=fixed_split_size,
         )  # fmt: skip
         self._nnz_kv = n_keys if self._graph is None else self._graph.n_keys
         return plan
@@ -176,38 +167,32 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedAttentionWrapper):
         array, shape (nnz, H, D_v), or a pair with the LSE
             The bits of a row do not depend on the batch.
         """
+        call = from_arguments(AttentionCall, locals(), o_dtype=self._dtypes["o"])
         plan = self._planned()
-        _, G, D_qk, D_vo = plan.heads
+        _, G, *sizes = plan.heads
         heads_first = self.kv_layout == "HND"
-        call = AttentionCall(
-            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
-            return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes["o"],
-        )  # fmt: skip
+        token_bytes, scales = None, None
         if kv_cache_sf is not None:
-            n = self._nnz_kv
-            k, v, kinds, sf = nvfp4_rows(
-                (k, v), kv_cache_sf, n, G, (D_qk, D_vo), self.kv_layout, self._kv_format
-            )
-            self._check_arrays(plan, q, ("k", k), ("v", v))
-            k, v, *scales = (_pages_of_tokens(array, heads_first) for array in (k, v, *sf))
-            run = PlannedRun(
-                plan, q, k, v, kinds, call, self._variant, scales=(scales[0], scales[1])
-            )
-            return run_plan(run)
-        formats = formats_of(k, v, self._kv_format)
-        for name, array, format, size in zip("kv", (k, v), formats, (D_qk, D_vo), strict=True):
-            row = format.row_length(size)
-            shape = (G, self._nnz_kv, row) if heads_first else (self._nnz_kv, G, row)
-            check_array(name, array, shape, array.dtype, any_stride=True)
+            k, v, kinds, scales = nvfp4_rows(
+                (k, v), kv_cache_sf, self._nnz_kv, G, (sizes[0], sizes[1]), self.kv_layout,
+                self._kv_format,
+            )  # fmt: skip
+        else:
+            formats = formats_of(k, v, self._kv_format)
+            for name, array, format, size in zip("kv", (k, v), formats, sizes, strict=True):
+                row = format.row_length(size)
+                shape = (G, self._nnz_kv, row) if heads_first else (self._nnz_kv, G, row)
+                check_array(name, array, shape, array.dtype, any_stride=True)
+            kinds = (formats[0].kind, formats[1].kind)
         self._check_arrays(plan, q, ("k", k), ("v", v))
-        kinds = (formats[0].kind, formats[1].kind)
         if is_cuda(k):  # overlapping pages by strides
-            token = 1 if heads_first else 0
-            steps = (k.strides[token], v.strides[token])
-            run = PlannedRun(plan, q, k[None], v[None], kinds, call, self._variant, steps)
-            return run_plan(run)
-        pages = [_pages_of_tokens(array, heads_first) for array in (k, v)]
-        return run_plan(PlannedRun(plan, q, pages[0], pages[1], kinds, call, self._variant))
+            token_bytes = (k.strides[heads_first], v.strides[heads_first])
+            k, v = k[None], v[None]
+        else:
+            k, v = (_pages_of_tokens(array, heads_first) for array in (k, v))
+            if scales is not None:
+                scales = tuple(_pages_of_tokens(array, heads_first) for array in scales)
+        return run_plan(PlannedRun(plan, q, k, v, kinds, call, self._variant, token_bytes, scales))
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

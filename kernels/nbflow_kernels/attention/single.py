@@ -8,8 +8,8 @@ import numpy as np
 
 from nbflow_kernels.arrays import array_shapes, check_array, is_cuda, on_host
 from nbflow_kernels.attention.cuda.call_shape import is_short
-from nbflow_kernels.attention.options import Options, check_backend, check_heads
-from nbflow_kernels.attention.plan import AttentionPlan, make_plan
+from nbflow_kernels.attention.options import Options, PlanInputs, check_backend, from_arguments
+from nbflow_kernels.attention.plan import make_plan
 from nbflow_kernels.attention.run import AttentionCall, PlannedRun, run_plan
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
@@ -170,23 +170,13 @@ def single_prefill_with_kv_cache(
            [2., 3., 4., 5.]], dtype=float32)
     """
     check_backend(backend)
-    options = Options(
-        kv_layout=kv_layout, causal=causal, window_left=window_left, sm_scale=sm_scale,
-        attention_chunk=attention_chunk,
-        logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
-        rope_scale=rope_scale, rope_theta=rope_theta, disable_split_kv=variant is not None,
-        use_fp16_qk_reduction=use_fp16_qk_reduction,
+    given = locals()
+    call = from_arguments(
+        AttentionCall, given, q_scale=scale_q, k_scale=_both("k", scale_k, k_scale),
+        v_scale=_both("v", scale_v, v_scale),
     )  # fmt: skip
-    call = AttentionCall(
-        q_scale=scale_q, k_scale=_both("k", scale_k, k_scale), v_scale=_both("v", scale_v, v_scale),
-        sinks=sinks, key_bias=key_bias, out=out, lse=lse, return_lse=return_lse,
-        lse_base=lse_base, o_dtype=o_dtype,
-    )  # fmt: skip
-    masks, key_rope = (custom_mask, packed_custom_mask), (key_cos_sin, key_interleave)
-    if kv_cache_sf is not None:
-        arrays = (q, k, v, kv_cache_sf)
-        return run_plan(_nvfp4_run(arrays, options, call, kv_format, variant, masks, key_rope))
-    return _run(q, k, v, options, call, kv_format, variant, *masks, key_rope=key_rope)
+    options, inputs = from_arguments(Options, given), from_arguments(PlanInputs, given)
+    return _run(q, k, v, options, inputs, call, kv_cache_sf)
 
 
 def single_decode_with_kv_cache(
@@ -259,20 +249,13 @@ def single_decode_with_kv_cache(
         check_array("out", out, (q.shape[0], None), q.dtype)
     if lse is not None:
         check_array("lse", lse, q.shape[:1])
-    options = Options(
-        kv_layout=kv_layout, window_left=window_left, sm_scale=sm_scale,
-        attention_chunk=attention_chunk,
-        logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
-        rope_scale=rope_scale, rope_theta=rope_theta, disable_split_kv=variant is not None,
+    given = locals()
+    call = from_arguments(
+        AttentionCall, given, tensor_cores=use_tensor_cores,
+        out=None if out is None else out[None], lse=None if lse is None else lse[None],
     )  # fmt: skip
-    call = AttentionCall(
-        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, key_bias=key_bias,
-        return_lse=return_lse,
-        lse_base=lse_base, out=None if out is None else out[None],
-        lse=None if lse is None else lse[None], tensor_cores=use_tensor_cores,
-    )  # fmt: skip
-    key_rope = key_cos_sin, key_interleave
-    result = _run(q[None], k, v, options, call, kv_format, variant, key_rope=key_rope)
+    options, inputs = from_arguments(Options, given), from_arguments(PlanInputs, given)
+    result = _run(q[None], k, v, options, inputs, call)
     if return_lse:
         found, found_lse = result
         return found[0] if out is None else out, found_lse[0] if lse is None else lse
@@ -284,30 +267,24 @@ def _run(
     k: Any,
     v: Any,
     options: Options,
+    inputs: PlanInputs,
     call: AttentionCall,
-    kv_format: str | None,
-    variant: Any,
-    custom_mask: Any = None,
-    packed_mask: Any = None,
-    key_rope: tuple[Any, bool] = (None, False),
+    kv_cache_sf: Any = None,
 ) -> Any:
     """Plan and run; a device keeps its last plans of a few rows, as layers repeat their shapes.
 
     A plan is not among them while it is used, so threads do not share it.  A graph could outlive
     it, so captured calls have plans that are not kept.
     """
-    tables = (variant, custom_mask, packed_mask, key_rope[0])
-    keeps = is_cuda(q) and all(table is None for table in tables) and not key_rope[1]
-    if not keeps or device_of(q).is_capturing:
-        return run_plan(
-            single_run(q, k, v, options, call, kv_format, variant, *tables[1:3], key_rope)
-        )
+    own_plan = inputs.objects or kv_cache_sf is not None
+    if own_plan or not is_cuda(q) or device_of(q).is_capturing:
+        return run_plan(single_run(q, k, v, options, inputs, call, kv_cache_sf))
     recent = device_of(q).constants.setdefault(("attention", "recent plans"), {})
     # options may be arrays of one number, which have no hash
-    key = (array_shapes(q, k, v), tuple(map(_number, vars(options).values())), kv_format)
+    key = (array_shapes(q, k, v), tuple(map(_number, vars(options).values())), inputs.kv_format)
     found = recent.pop(key, None)
     if found is None:
-        run = single_run(q, k, v, options, call, kv_format, variant)
+        run = single_run(q, k, v, options, inputs, call)
     else:
         run = PlannedRun(found[0], q, k[None], v[None], found[1], call)
     result = run_plan(run)
@@ -327,48 +304,33 @@ def single_run(
     k: Any,
     v: Any,
     options: Options,
+    inputs: PlanInputs,
     call: AttentionCall,
-    kv_format: str | None,
-    variant: Any,
-    custom_mask: Any = None,
-    packed_custom_mask: Any = None,
-    key_rope: tuple[Any, bool] = (None, False),
+    kv_cache_sf: Any = None,
 ) -> PlannedRun:
-    """Check and plan the rows of one request."""
+    """Check and plan the rows of one request; its keys are one page."""
     check_array("q", q, (None, None, None), (np.float32, np.float16), rows=True)
-    if kv_format is None:  # messages name `k` and `v`
-        for name, rows in (("k", k), ("v", v)):
-            dtypes = (np.float32, np.float16, np.uint16)  # bits of bfloat16
-            check_array(name, rows, (None, None, None), dtypes, any_stride=True)
-    formats = formats_of(k, v, kv_format)
-    plan = _plan_one(q, k, v, options, formats, custom_mask, packed_custom_mask, key_rope)
-    kinds = (formats[0].kind, formats[1].kind)
-    return PlannedRun(plan, q, k[None], v[None], kinds, call, variant)
-
-
-def _nvfp4_run(
-    arrays: tuple[Any, Any, Any, Any],
-    options: Options,
-    call: AttentionCall,
-    kv_format: str | None,
-    variant: Any,
-    masks: tuple[Any, Any],
-    key_rope: tuple[Any, bool],
-) -> PlannedRun:
-    """Check and plan the rows of one request over keys and values in NVFP4."""
-    q, k, v, kv_cache_sf = arrays
-    check_array("q", q, (None, None, None), (np.float32, np.float16), rows=True)
-    sizes = q.shape[2], 2 * getattr(v, "shape", (0,))[-1]
-    k, v, kinds, scales = nvfp4_rows(
-        (k, v), kv_cache_sf, None, None, sizes, options.kv_layout, kv_format
-    )
-    if k.shape[:2] != v.shape[:2]:
-        raise UsageError(f"v must have the rows and heads of k, {k.shape[:2]}, got {v.shape[:2]}")
+    T, H, D = q.shape
+    scales = None
+    if kv_cache_sf is None:
+        kinds, D_v = _check_keys(k, v, D, inputs.kv_format)
+    else:
+        D_v = 2 * getattr(v, "shape", (0,))[-1]
+        k, v, kinds, (k_scales, v_scales) = nvfp4_rows(
+            (k, v), kv_cache_sf, None, None, (D, D_v), options.kv_layout, inputs.kv_format
+        )
+        if k.shape[:2] != v.shape[:2]:
+            raise UsageError(
+                f"v must have the rows and heads of k, {k.shape[:2]}, got {v.shape[:2]}"
+            )
+        scales = k_scales[None], v_scales[None]
     N, G = k.shape[1::-1] if options.kv_layout == "HND" else k.shape[:2]
-    check_heads(q.shape[1], G, *sizes)
-    plan = _one_page(q, (N, G, sizes[1]), options, masks, key_rope)
-    pages = scales[0][None], scales[1][None]
-    return PlannedRun(plan, q, k[None], v[None], kinds, call, variant, scales=pages)
+    tables = (
+        np.array([0, T], np.int32), np.array([0, N > 0], np.int32), np.zeros(1, np.int32),
+        np.array([N], np.int32),
+    )  # fmt: skip
+    plan = make_plan(tables, (H, G, D, D_v), max(N, 1), options, inputs)
+    return PlannedRun(plan, q, k[None], v[None], kinds, call, inputs.variant, scales=scales)
 
 
 def _both(name: str, per_head: Any, single: Any) -> Any:
@@ -381,43 +343,17 @@ def _both(name: str, per_head: Any, single: Any) -> Any:
     return np.asarray(per_head, np.float64) * single
 
 
-def _plan_one(
-    q: Any,
-    k: Any,
-    v: Any,
-    options: Options,
-    formats: tuple[KVFormat, KVFormat],
-    custom_mask: Any,
-    packed: Any,
-    key_rope: tuple[Any, bool],
-) -> AttentionPlan:
-    """Check keys and values; return a plan with all keys on one page."""
-    _, H, D = q.shape
-    heads_first = options.kv_layout == "HND"
-    check_array("k", k, (None, None, formats[0].row_length(D)), k.dtype, any_stride=True)
-    N, G = k.shape[1::-1] if heads_first else k.shape[:2]
-    check_heads(H, G, D)
+def _check_keys(k: Any, v: Any, D: int, kv_format: str | None) -> tuple[tuple[int, int], int]:
+    """Check keys of size D and their values; return their KINDS and the size of a value."""
+    if kv_format is None:  # messages name `k` and `v`
+        for name, rows in (("k", k), ("v", v)):
+            dtypes = (np.float32, np.float16, np.uint16)  # bits of bfloat16
+            check_array(name, rows, (None, None, None), dtypes, any_stride=True)
+    of_k, of_v = formats_of(k, v, kv_format)
+    check_array("k", k, (None, None, of_k.row_length(D)), k.dtype, any_stride=True)
     check_array("v", v, (*k.shape[:2], None), v.dtype, any_stride=True)
-    same = v.shape[2] == formats[1].row_length(D)
-    D_v = D if same else _size_of(v.shape[2], formats[1])
-    return _one_page(q, (N, G, D_v), options, (custom_mask, packed), key_rope)
-
-
-def _one_page(
-    q: Any,
-    keys: tuple[int, int, int],
-    options: Options,
-    masks: tuple[Any, Any],
-    key_rope: tuple[Any, bool],
-) -> AttentionPlan:
-    """Return a plan of one request whose N keys, of G heads, with values of D_v, are one page."""
-    T, H, D = q.shape
-    N, G, D_v = keys
-    return make_plan(
-        np.array([0, T], np.int32), np.array([0, 1 if N else 0], np.int32), np.zeros(1, np.int32),
-        np.array([N], np.int32), (H, G, D, D_v), max(N, 1), options, custom_mask=masks[0],
-        packed_custom_mask=masks[1], key_cos_sin=key_rope[0], key_interleave=key_rope[1],
-    )  # fmt: skip
+    D_v = D if v.shape[2] == of_v.row_length(D) else _size_of(v.shape[2], of_v)
+    return (of_k.kind, of_v.kind), D_v
 
 
 def _size_of(row_length: int, format: KVFormat) -> int:

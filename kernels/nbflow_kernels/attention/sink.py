@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from nbflow_kernels.attention.options import POSITION_MODES
@@ -76,24 +77,20 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         tables: tuple[Any, Any, Any, Any],
         heads: tuple[int, int, int, int | None],
         page_size: int,
-        *,
-        fixed_split_size: int | None,
-        **options: Any,
+        arguments: Mapping[str, Any],
     ) -> AttentionPlan:
         """Plan with the constructor's options."""
         found = (heads[2], heads[2] if heads[3] is None else heads[3])
         for (name, wanted), size in zip(self._sizes.items(), found, strict=True):
             if wanted is not None and wanted != size:
                 raise UsageError(f"{name} must be the wrapper's, {wanted}, got {size}")
-        for name, (value, default) in self._fixed.items():
-            if value == default:
-                continue
-            if options[name] not in (default, value):
-                raise UsageError(f"{name} must be the wrapper's, {value!r}, got {options[name]!r}")
-            options[name] = value
-        return super()._plan_pages(
-            tables, heads, page_size, fixed_split_size=fixed_split_size, **options
-        )
+        fixed = {name: value for name, (value, default) in self._fixed.items() if value != default}
+        for name, value in fixed.items():
+            if arguments[name] not in (self._fixed[name][1], value):
+                raise UsageError(
+                    f"{name} must be the wrapper's, {value!r}, got {arguments[name]!r}"
+                )
+        return super()._plan_pages(tables, heads, page_size, {**arguments, **fixed})
 
     def run(  # type: ignore[override]
         self,

@@ -97,13 +97,7 @@ def convert_paged_kv_cache(
     out_k, out_v = check_cache(
         out, None, k.shape[head], sizes[0], out_kv_layout, out_kv_format, D_value=sizes[1]
     )
-    arrays = {"paged_kv_cache (keys)": k, "paged_kv_cache (values)": v}
-    outputs = {"out (keys)": out_k, "out (values)": out_v}
-    check_together(**arrays, **outputs)
-    for name, array in outputs.items():
-        for other, source in arrays.items():
-            if overlap(array, source):
-                raise UsageError(f"{name} must not share memory with {other}; pass another array")
+    _check_memory((k, v), (out_k, out_v))
     out_size = out_k.shape[1 if out_kv_layout == "NHD" else 2]
     indices, indptr, lens = _check_table("page_table", page_table, k.shape[token], len(k))
     to_indices, to_indptr, to_lens = _check_table(
@@ -127,6 +121,17 @@ def convert_paged_kv_cache(
         ((before[0], after[0]), (before[1], after[1])),
         (indices, indptr, to_indices, to_indptr), (requests, positions), sizes,
     )  # fmt: skip
+
+
+def _check_memory(caches: tuple[Any, Any], outs: tuple[Any, Any]) -> None:
+    """Raise unless all caches are on one device, and no output is a part of an input."""
+    arrays = dict(zip(("paged_kv_cache (keys)", "paged_kv_cache (values)"), caches, strict=True))
+    outputs = dict(zip(("out (keys)", "out (values)"), outs, strict=True))
+    check_together(**arrays, **outputs)
+    for name, array in outputs.items():
+        for other, source in arrays.items():
+            if overlap(array, source):
+                raise UsageError(f"{name} must not share memory with {other}; pass another array")
 
 
 def _check_source(

@@ -250,17 +250,7 @@ def fused_moe(
     check_array("topk_ids", topk_ids, topk_weights.shape, np.int32)
     _check_order(up, gated, gate_first, shared)
     act = _activation(activation, x, gated, gate_first)
-    gates = list_matrices("gate_up", gate_up, H)[0]
-    ups = None if up is None else list_matrices("up", up, H)[0]
-    F = gates[0].shape[0]
-    F = F if up is not None or not gated else _half("gate_up", F)
-    downs, n_out = list_matrices("down", down, F)
-    counts = {len(gates), len(downs), len(gates if ups is None else ups)}
-    if len(counts) > 1 or n_out != H or (ups is not None and ups[0].shape[0] != F):
-        raise UsageError(
-            f"gate_up, up and down must be of the same experts, down (E, {H}, {F}); got "
-            f"{sorted(counts)} experts and a down projection to {n_out} columns"
-        )
+    gates, ups, downs, F = _list_experts(gate_up, up, down, H, gated)
     if up_bias is not None and up is None:
         raise UsageError("up_bias goes with up; without it gate_up_bias has the biases of both")
     check_together(x=x, gate_up_bias=gate_up_bias, up_bias=up_bias, down_bias=down_bias)
@@ -289,6 +279,24 @@ def fused_moe(
         _run_shared(x, shared, _activation(activation, x, gated, True), gated, out)
     _device(x).combine(y, topk_weights, inverse, shared is not None, out)
     return out
+
+
+def _list_experts(
+    gate_up: Any, up: Any, down: Any, H: int, gated: bool
+) -> tuple[Any, Any, Any, int]:
+    """Return the checked matrices of each expert (gate, up, down), and their hidden size."""
+    gates = list_matrices("gate_up", gate_up, H)[0]
+    ups = None if up is None else list_matrices("up", up, H)[0]
+    F = gates[0].shape[0]
+    F = F if up is not None or not gated else _half("gate_up", F)
+    downs, n_out = list_matrices("down", down, F)
+    counts = {len(gates), len(downs), len(gates if ups is None else ups)}
+    if len(counts) > 1 or n_out != H or (ups is not None and ups[0].shape[0] != F):
+        raise UsageError(
+            f"gate_up, up and down must be of the same experts, down (E, {H}, {F}); got "
+            f"{sorted(counts)} experts and a down projection to {n_out} columns"
+        )
+    return gates, ups, downs, F
 
 
 def _check_order(up: Any, gated: bool, gate_first: bool, shared: SharedExpert | None) -> None:

@@ -36,6 +36,22 @@ rule; float formats round; user formats bring a function."""
 LOW_BITS = 3.0
 
 
+def _encoder_of(format: QuantFormat) -> Any:
+    """Return the module that quantizes to a format."""
+    if isinstance(format, AffineFormat):
+        return affine_formats
+    if isinstance(format, GroupFormat):
+        return grouped_formats
+    if isinstance(format, FloatCodebookFormat):
+        return nf4_fp4
+    if format.name not in QUANTIZERS:
+        raise UsageError(
+            f"format {format.name} is only read from checkpoints, it has no quantizer; weights of "
+            "that kind can be quantized to nvfp4 or mxfp4"
+        )
+    return QUANTIZERS[format.name]
+
+
 def quantize_rows(
     format: QuantFormat,
     x: Floats,
@@ -58,16 +74,7 @@ def quantize_rows(
         )
     scaled = quantizer == "unbiased"
     quantizer = "search" if quantizer == "unbiased" else quantizer
-    encoder: Any = QUANTIZERS.get(format.name)
-    if isinstance(format, AffineFormat | GroupFormat):
-        encoder = affine_formats if isinstance(format, AffineFormat) else grouped_formats
-    elif isinstance(format, FloatCodebookFormat):
-        encoder = nf4_fp4
-    if encoder is None:
-        raise UsageError(
-            f"format {format.name} is only read from checkpoints, it has no quantizer; weights of "
-            "that kind can be quantized to nvfp4 or mxfp4"
-        )
+    encoder = _encoder_of(format)
     n_rows, width = x.shape
     counts = (np.arange(width) < n_columns).astype(np.float32)
     if importance is not None:

@@ -80,25 +80,32 @@ def run(arguments: argparse.Namespace) -> int:
             found = search(model, name, prompt, arguments.max_tokens, **values)
             _print_search(model, arguments, prompt, found)
             return 0
-        request = model.make_request(
-            prompt, arguments.max_tokens, draft=draft, **request_values(arguments)
-        )
-        request.wants_logprobs = arguments.json
-        started = time.perf_counter()
-        first = None
-        printer = _StreamPrinter(model, request, is_chat(arguments), arguments.json)
-        for _ in model.run_requests([request]):
-            first = first or time.perf_counter()
-            printer.update()
-        ended = time.perf_counter()
-        printer.finish()
-        if is_printing_rank(model) and arguments.json:
-            _print_json(arguments, model.generation(request))
-        elif is_printing_rank(model) and not arguments.quiet:
-            _print_statistics(request, (first or ended) - started, ended - (first or ended))
-            for engine in model.workers:
-                _print_device_memory(engine)
+        _stream(model, arguments, draft, prompt)
     return 0
+
+
+def _stream(
+    model: LLM, arguments: argparse.Namespace, draft: LLM | str | None, prompt: list[int]
+) -> None:
+    """Continue a prompt; print the text as it comes and statistics, or one JSON object."""
+    request = model.make_request(
+        prompt, arguments.max_tokens, draft=draft, **request_values(arguments)
+    )
+    request.wants_logprobs = arguments.json
+    started = time.perf_counter()
+    first = None
+    printer = _StreamPrinter(model, request, is_chat(arguments), arguments.json)
+    for _ in model.run_requests([request]):
+        first = first or time.perf_counter()
+        printer.update()
+    ended = time.perf_counter()
+    printer.finish()
+    if is_printing_rank(model) and arguments.json:
+        _print_json(arguments, model.generation(request))
+    elif is_printing_rank(model) and not arguments.quiet:
+        _print_statistics(request, (first or ended) - started, ended - (first or ended))
+        for engine in model.workers:
+            _print_device_memory(engine)
 
 
 class _StreamPrinter:

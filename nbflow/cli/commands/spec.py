@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,17 +187,7 @@ def _explain(path: Path, *, as_json: bool) -> int:
     family = model_file.family
     encoder = encoder_of(family)
     if as_json:
-        fields = {name: {"source": source, "meaning": doc} for name, source, doc in rows}
-        facts = {
-            "family": family.name,
-            "encoder": None if encoder is None else str(encoder.path),
-            "hub": model_file.hub,
-            "notes": model_file.notes,
-            "fields": fields,
-            "prompt_template": model_file.prompt_template,
-            "defaults": model_file.defaults,
-        }
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(_explained(model_file, rows), indent=2))
         return 0
     print(f"{path}: valid; {model_file.description or family.description}")
     if family.model_types:
@@ -222,6 +213,20 @@ def _explain(path: Path, *, as_json: bool) -> int:
     for note in model_file.notes:
         print(f"note: {note}")
     return 0
+
+
+def _explained(model_file: ModelFile, rows: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
+    """Return what `_explain` prints as JSON."""
+    encoder = encoder_of(model_file.family)
+    return {
+        "family": model_file.family.name,
+        "encoder": None if encoder is None else str(encoder.path),
+        "hub": model_file.hub,
+        "notes": model_file.notes,
+        "fields": {name: {"source": source, "meaning": doc} for name, source, doc in rows},
+        "prompt_template": model_file.prompt_template,
+        "defaults": model_file.defaults,
+    }
 
 
 def _names(spec: ModelSpec) -> dict[str, str]:

@@ -76,46 +76,17 @@ def schedule(
     merged at every multiple of `split_keys` in any case.  Limits on items or partial results leave
     only the most expensive tiles split.
     """
-    H, G, _, _ = plan.heads
-    group = H // G
-    split = split_keys(plan)
-    tile_rows = max(1, tiling.tile_vectors // group)
-    n_rows = np.diff(plan.qo_indptr).astype(np.int64)
-    selected = (n_rows * group > tiling.more_than) & (n_rows * group <= tiling.at_most)
-    kv_lens = plan.kv_lens.astype(np.int64)
-    tiles = np.where(selected, -(-n_rows // tile_rows), 0)
-    request = np.repeat(np.arange(len(tiles)), tiles)
-    first_row = (np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_rows
-    rows = np.minimum(tile_rows, n_rows[request] - first_row)
-    row = plan.qo_indptr[request] + first_row
-    position = kv_lens[request] - n_rows[request] + first_row
-
-    begin, end = np.zeros(len(request), np.int64), kv_lens[request]
-    if plan.window_left >= 0:
-        begin = np.maximum(position - plan.window_left, 0)
-    if plan.attention_chunk:
-        chunk = plan.attention_chunk
-        begin = np.maximum(begin, np.maximum(position, 0) // chunk * chunk)
-        end = np.minimum(end, (np.maximum(position + rows - 1, 0) // chunk + 1) * chunk)
-    if plan.causal:
-        end = np.minimum(end, position + rows)
-    end = np.maximum(begin, end)
-    n_splits = np.maximum(-(-end // split) - begin // split, 1)
-    multi_split = n_splits > 1
-    cost = (end - begin) * (rows * group + KEY_COST) + ITEM_COST
-    if plan.header[at.MAY_SPLIT]:
-        n_splits[cost * SPLITS_PER_SM * n_sms <= cost.sum()] = 1
-    else:
-        n_splits[:] = 1
-
+    split, group = split_keys(plan), plan.heads[0] // plan.heads[1]
+    request, row, rows, position, begin, end = _tiles(plan, tiling, group)
     vectors = rows * group
-    for limit, needs in (
-        (None if max_items is None else max_items - len(n_splits), n_splits - 1),
-        (max_partials, np.where(n_splits > 1, n_splits * vectors, 0)),
-    ):
-        if limit is not None and needs.sum() > limit:
-            order = np.argsort(-cost, kind="stable")
-            n_splits[order[np.cumsum(needs[order]) > limit]] = 1
+    possible = np.maximum(-(-end // split) - begin // split, 1)
+    n_splits = np.ones_like(possible)
+    if plan.header[at.MAY_SPLIT]:
+        cost = (end - begin) * (vectors + KEY_COST) + ITEM_COST
+        n_splits = np.where(cost * SPLITS_PER_SM * n_sms > cost.sum(), possible, 1)
+        added, partials = n_splits - 1, np.where(n_splits > 1, n_splits * vectors, 0)
+        _limit(n_splits, cost, added, None if max_items is None else max_items - len(added))
+        _limit(n_splits, cost, partials, max_partials)
     divided = n_splits > 1
     n_partials = np.where(divided, n_splits * vectors, 0)
     first_partial = np.cumsum(n_partials) - n_partials
@@ -138,5 +109,36 @@ def schedule(
         np.stack(merges, axis=1).astype(np.int32),
         int(n_partials.sum()),
         int(vectors.max(initial=1)),
-        bool((multi_split & ~divided).any()),
+        bool(((possible > 1) & ~divided).any()),
     )
+
+
+def _tiles(plan: AttentionPlan, tiling: Tiling, group: int) -> tuple[np.ndarray, ...]:
+    """Return the tiles of a step: request, first row, rows, position, first key and end of keys."""
+    tile_rows = max(1, tiling.tile_vectors // group)
+    n_rows = np.diff(plan.qo_indptr).astype(np.int64)
+    selected = (n_rows * group > tiling.more_than) & (n_rows * group <= tiling.at_most)
+    kv_lens = plan.kv_lens.astype(np.int64)
+    tiles = np.where(selected, -(-n_rows // tile_rows), 0)
+    request = np.repeat(np.arange(len(tiles)), tiles)
+    first_row = (np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_rows
+    rows = np.minimum(tile_rows, n_rows[request] - first_row)
+    position = kv_lens[request] - n_rows[request] + first_row
+    begin, end = np.zeros(len(request), np.int64), kv_lens[request]
+    if plan.window_left >= 0:
+        begin = np.maximum(position - plan.window_left, 0)
+    if plan.attention_chunk:
+        chunk = plan.attention_chunk
+        begin = np.maximum(begin, np.maximum(position, 0) // chunk * chunk)
+        end = np.minimum(end, (np.maximum(position + rows - 1, 0) // chunk + 1) * chunk)
+    if plan.causal:
+        end = np.minimum(end, position + rows)
+    row = plan.qo_indptr[request] + first_row
+    return request, row, rows, position, begin, np.maximum(begin, end)
+
+
+def _limit(n_splits: np.ndarray, cost: np.ndarray, needs: np.ndarray, limit: int | None) -> None:
+    """Leave only the most expensive tiles split, if all `needs` of the splits exceed the limit."""
+    if limit is not None and needs.sum() > limit:
+        order = np.argsort(-cost, kind="stable")
+        n_splits[order[np.cumsum(needs[order]) > limit]] = 1

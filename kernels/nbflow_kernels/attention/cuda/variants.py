@@ -69,21 +69,27 @@ def attend_variant(
     )  # fmt: skip
     sums = empty(q, (0, 0)) if lse is None else lse
     arrays = [wide, k, v, *(on_device(table, q) for table in tables), result, sums]
-    params = tuple(
-        on_device(np.ascontiguousarray(p), q) if isinstance(p, np.ndarray) else p
-        for p in variant.params
-    )
+    params = _params(variant, q)
     scalars = (
         plan.window_left, plan.attention_chunk, int(plan.causal), int(plan.header[at.LSE_NATURAL])
     )  # fmt: skip
-    for i, p in enumerate(params):
-        if hasattr(p, "flags") and not p.flags.c_contiguous:
-            raise UsageError(f"variant.params[{i}] must be contiguous on a device")
     kernel = _kernel(variant, params, arrays, scalars)
     flat = [word for value in (*params, *arrays, *scalars) for word in _words(value)]
     kernel((plan.n_rows, H), 32, tuple(flat), 8 * D_vo)
     if result is not out:
         out[...] = result
+
+
+def _params(variant: AttentionVariant, q: Any) -> tuple[Any, ...]:
+    """Return the parameters of a variant, arrays on the device of the queries."""
+    params = tuple(
+        on_device(np.ascontiguousarray(p), q) if isinstance(p, np.ndarray) else p
+        for p in variant.params
+    )
+    for i, p in enumerate(params):
+        if hasattr(p, "flags") and not p.flags.c_contiguous:
+            raise UsageError(f"variant.params[{i}] must be contiguous on a device")
+    return params
 
 
 def _rows(

@@ -1,17 +1,20 @@
-"""All-reduce between threads of one process, as a kernel of a captured graph.
+"""All-reduce and all-gather between threads of one process, as kernels of a captured graph.
 
-In Python an all-reduce of thread ranks costs some 0.1 ms: a rank that waits falls asleep, and those
+In Python an exchange of thread ranks costs 0.1 to 0.4 ms: a rank that waits falls asleep, and those
 that wake up wait for the interpreter's lock.  As a call of the step's graph it holds no lock and
-spins.  The sums are those of `Comm.Allreduce` to the bit: in rank order.
+spins.  The results are those of `Comm.Allreduce` and `Comm.Allgather_columns` to the bit; sums are
+in rank order.
 
 A rank copies its numbers to its *staging* memory, publishes the address, counts itself as arrived,
-waits for the others, and adds what all have published.  Two staging buffers take turns: a rank that
-begins exchange k + 2 has seen all ranks arrive at k + 1, so none still reads the buffers of k.
+waits for the others, and reads what all have published.  Two staging buffers take turns: a rank
+that begins exchange k + 2 has seen all ranks arrive at k + 1, so none still reads the buffers of k.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +26,9 @@ from nbflow_kernels.cpu.simd_memory import load_first, read_i64, store_first, wr
 
 # Indices of int64 cells, a cache line apart; `_RANKS` is the first line of rank 0.
 _ARRIVED, _FAILED, _YIELD, _SLEEP, _SLEEPS, _RANKS = 0, 8, 16, 17, 18, 24
-_DONE, _SENT, _STAGING, _CAPACITY, _PUBLISHED = 0, 1, 2, 3, 4
-"""Cells of a rank: exchanges done, bytes sent, its memory and number of floats, two addresses."""
+_DONE, _REDUCED, _GATHERED, _STAGING, _CAPACITY, _PUBLISHED = 0, 1, 2, 3, 4, 5
+"""Cells of a rank: exchanges done, bytes sent by all-reduces and by all-gathers, its memory and
+number of floats, two addresses."""
 LINE = 8
 SPINS, YIELDS, SLEEP_US = 50, 500, 50
 """Polls of a waiting rank with a pause, then with a yield; then microseconds of a sleep.  With as
@@ -51,31 +55,66 @@ def _wait(cells: Any, target: Any) -> Any:
     return False
 
 
-@jit.kernel
-def _all_reduce(cells: Any, rank: Any, size: Any, numbers: Any, start: Any, stop: Any) -> None:
-    """Replace flat float32 `numbers` by their sums over all ranks; unchanged if one has failed."""
+@jit.device_function
+def _exchange(cells: Any, rank: Any, size: Any, own: Any, n: Any, sent: Any) -> Any:
+    """Publish n float32; return the first rank's cell of their address, 0 if a rank has failed."""
     mine = cells + 8 * (_RANKS + LINE * rank)
     done = read_i64(mine + 8 * _DONE)
     write_i64(mine + 8 * _DONE, done + 1)
-    slot, n, own = done % 2, len(numbers), simd.address(numbers)
+    slot = done % 2
     staging = read_i64(mine + 8 * _STAGING) + 4 * slot * read_i64(mine + 8 * _CAPACITY)
-    for i in range(0, n, LANES):
-        simd.store_f32(staging + 4 * i, load_first(own + 4 * i, min(LANES, n - i), 0.0))
+    copy(own, staging, n)
     atomics.store(mine + 8 * (_PUBLISHED + slot), staging)
     atomics.add(cells + 8 * _ARRIVED, 1)
     if not _wait(cells, size * (done + 1)):
+        return 0
+    write_i64(mine + 8 * sent, read_i64(mine + 8 * sent) + 4 * n * (size - 1))
+    return cells + 8 * (_RANKS + _PUBLISHED + slot)
+
+
+@jit.device_function
+def copy(source: Any, target: Any, n: Any) -> None:
+    """Copy n float32 between addresses."""
+    for i in range(0, n, LANES):
+        few = min(LANES, n - i)
+        store_first(target + 4 * i, few, load_first(source + 4 * i, few, 0.0))
+
+
+@jit.kernel
+def _all_reduce(cells: Any, rank: Any, size: Any, numbers: Any, start: Any, stop: Any) -> None:
+    """Replace flat float32 `numbers` by their sums over all ranks; unchanged if one has failed."""
+    n, own = len(numbers), simd.address(numbers)
+    first = _exchange(cells, rank, size, own, n, _REDUCED)
+    if first == 0:
         return
     for i in range(0, n, LANES):
-        total = simd.load_f32(read_i64(cells + 8 * (_RANKS + _PUBLISHED + slot)) + 4 * i)
+        few = min(LANES, n - i)
+        total = load_first(read_i64(first) + 4 * i, few, 0.0)
         for other in range(1, size):
-            at = read_i64(cells + 8 * (_RANKS + LINE * other + _PUBLISHED + slot))
-            total = simd.add(total, simd.load_f32(at + 4 * i))
-        store_first(own + 4 * i, min(LANES, n - i), total)
-    write_i64(mine + 8 * _SENT, read_i64(mine + 8 * _SENT) + 4 * n * (size - 1))
+            at = read_i64(first + 8 * LINE * other)
+            total = simd.add(total, load_first(at + 4 * i, few, 0.0))
+        store_first(own + 4 * i, few, total)
 
 
-class SharedSums:
-    """Memory of the all-reduces of a communicator of `size` threads."""
+@jit.kernel
+def _all_gather(
+    cells: Any, rank: Any, size: Any, part: Any, widths: Any, whole: Any, start: Any, stop: Any
+) -> None:
+    """Put the columns of all ranks side by side; `whole` is unchanged if a rank has failed."""
+    first = _exchange(cells, rank, size, simd.address(part), part.size, _GATHERED)
+    if first == 0:
+        return
+    to = simd.address(whole)
+    for other in range(size):
+        width = widths[other]
+        at = read_i64(first + 8 * LINE * other)
+        for row in range(len(whole)):
+            copy(at + 4 * width * row, to + whole.strides[0] * row, width)
+        to += 4 * width
+
+
+class ThreadCollectives:
+    """Memory of the exchanges in graphs of a communicator of `size` threads."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -89,7 +128,7 @@ class SharedSums:
 
     @property
     def can_capture(self) -> bool:
-        """False where all-reduces must stay in Python: without compiling, or such C functions."""
+        """False where exchanges must stay in Python: without compiling, or such C functions."""
         return not interpreter.is_on() and bool(self._cells[_YIELD] and self._cells[_SLEEP])
 
     def all_reduce(self, numbers: np.ndarray, rank: int) -> GraphNode:
@@ -98,18 +137,32 @@ class SharedSums:
         `rank` is the calling one; only its own calls, in one graph at a time, use its memory.
         """
         flat = numbers.reshape(-1)
-        mine = self._cells[_RANKS + LINE * rank :]
-        if flat.size > mine[_CAPACITY]:
-            capacity = LANES * -(-max(flat.size, 2 * int(mine[_CAPACITY])) // LANES)
-            staging = np.zeros((2, capacity), np.float32)
-            self._stagings.append(staging)
-            mine[_STAGING], mine[_CAPACITY] = staging.ctypes.data, capacity
+        self._reserve(rank, flat.size)
         args = self._cells.ctypes.data, rank, self._size, flat
         return GraphNode(_all_reduce, args, 1, float(flat.size), self)
 
-    def bytes_sent(self, rank: int) -> int:
+    def all_gather(
+        self, part: np.ndarray, whole: np.ndarray, widths: Sequence[int], rank: int
+    ) -> GraphNode:
+        """Return the call that concatenates the columns of all ranks (`Comm.Allgather_columns`)."""
+        self._reserve(rank, part.size)
+        columns = np.array(widths, np.int64)
+        args = self._cells.ctypes.data, rank, self._size, part, columns, whole
+        return GraphNode(_all_gather, args, 1, float(whole.size), self)
+
+    def _reserve(self, rank: int, n: int) -> None:
+        """Give a rank staging memory for exchanges of n float32."""
+        mine = self._cells[_RANKS + LINE * rank :]
+        if n > mine[_CAPACITY]:
+            capacity = LANES * -(-max(n, 2 * int(mine[_CAPACITY])) // LANES)
+            staging = np.zeros((2, capacity), np.float32)
+            self._stagings.append(staging)
+            mine[_STAGING], mine[_CAPACITY] = staging.ctypes.data, capacity
+
+    def bytes_sent(self, rank: int) -> Counter[str]:
         """Return the bytes that a rank has sent, those to several ranks several times."""
-        return int(self._cells[_RANKS + LINE * rank + _SENT])
+        mine = self._cells[_RANKS + LINE * rank :]
+        return +Counter(all_reduce=int(mine[_REDUCED]), all_gather=int(mine[_GATHERED]))
 
     @property
     def has_failed(self) -> bool:
