@@ -276,6 +276,18 @@ class SpeculativeConfig(OptionSet):
         "which preserves the distribution and accepts more", metavar="HOW",
     )  # fmt: skip
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unused = [] if self.draft is not None else ["n_draft"]
+        if self.draft is None or self.draft == "ngram" or callable(self.draft):
+            unused += ["draft_weights", "draft_verify"]
+        for name in unused:
+            if name in self.given():
+                needed = "a smaller model" + " or 'ngram'" * (name == "n_draft")
+                raise UsageError(
+                    f"{name} needs {needed} as draft, got draft {self.draft!r:.60}", name
+                )
+
 
 @dataclass(frozen=True)
 class SearchParams(OptionSet):

@@ -12,6 +12,9 @@ from nbflow.calibration.allocation.divergence import DivergenceProbe
 from nbflow.utils.tables import text_table
 from nbflow_kernels.errors import UsageError
 
+N_TOKENS = 2048
+"""Default of --tokens."""
+
 
 def add_allocation_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
@@ -34,7 +37,7 @@ def add_allocation_arguments(parser: argparse.ArgumentParser) -> None:
         "--text", metavar="FILE", help="text for kld and --check (the model's own eval.txt)"
     )
     group.add_argument(
-        "--tokens", type=int, default=2048, metavar="N", help="tokens of --text to use (2048)"
+        "--tokens", type=int, metavar="N", help=f"tokens of --text to use ({N_TOKENS})"
     )
     group.add_argument("--policy", metavar="FILE", help="also write the choice to a policy file")
     group.add_argument(
@@ -52,10 +55,24 @@ def check_options(arguments: argparse.Namespace) -> None:
     names = candidate_formats(arguments.formats)
     if mixed and not names:
         raise UsageError("--bits-per-weight needs formats to choose from: --formats q2,q3,q3h,q4")
-    if names and not mixed:
-        raise UsageError(f"--formats {','.join(names)}: names are for --bits-per-weight")
-    if not mixed and (arguments.policy or arguments.check or arguments.sensitivity != "error"):
-        raise UsageError("--policy, --check and --sensitivity are for --bits-per-weight")
+    given = {
+        "--formats": names, "--policy": arguments.policy, "--check": arguments.check,
+        "--sensitivity": arguments.sensitivity != "error",
+    }  # fmt: skip
+    for option, value in given.items():
+        if value and not mixed:
+            raise UsageError(f"{option} is for --bits-per-weight")
+    if (arguments.text or arguments.tokens is not None) and not (
+        arguments.check or arguments.sensitivity == "kld"
+    ):
+        raise UsageError("--text and --tokens are for --sensitivity kld and --check")
+    if mixed and arguments.rule:
+        raise UsageError(
+            "--rule does not go with --bits-per-weight, whose choice it would change; write that "
+            "with --policy FILE, add the rule there, and use --to FILE"
+        )
+    if arguments.policy and Path(arguments.policy).exists() and not arguments.force:
+        raise UsageError(f"{arguments.policy}: exists; give another name, or --force")
 
 
 def candidate_formats(given: list[str]) -> list[str]:
@@ -78,7 +95,8 @@ class AllocationRun:
         self._options = quantizer_options(arguments)
         self._probe: DivergenceProbe | None = None
         if arguments.sensitivity == "kld" or arguments.check:
-            probe = {"n_tokens": arguments.tokens, "spec": arguments.spec}
+            n_tokens = N_TOKENS if arguments.tokens is None else arguments.tokens
+            probe = {"n_tokens": n_tokens, "spec": arguments.spec}
             self._probe = DivergenceProbe(arguments.model, arguments.text, **probe)
         self.allocation: Allocation = allocate(
             arguments.model,
@@ -147,7 +165,4 @@ def print_allocation(allocation: Allocation, check: AllocationReport | None) -> 
 def write_policy_of(chosen: AllocationRun, arguments: argparse.Namespace) -> None:
     """Write the policy file, with --policy."""
     if arguments.policy:
-        path = Path(arguments.policy)
-        if path.exists() and not arguments.force:
-            raise UsageError(f"{path}: exists; give another name, or --force")
-        chosen.allocation.write(path)
+        chosen.allocation.write(Path(arguments.policy))

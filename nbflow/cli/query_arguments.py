@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from nbflow.server.config import ModelOptions  # needs pydantic
 
 _ENGINE = ("max_sequences", "kv_bytes")
-_NOT_WITH_QUERIES = ("prompt", "messages", "continue_final_message", "draft", "json")
+_NOT_WITH_QUERIES = (
+    "prompt", "messages", "continue_final_message", "draft", "draft_weights", "logprobs", "json",
+)  # fmt: skip
 
 
 @dataclass

@@ -31,6 +31,8 @@ RESULTS = ("text", "finish_reason", "prompt_tokens", "new_tokens")
 """Columns of the results."""
 MASK_RESULTS = ("masks",)
 """Columns of the results of a masked language model: for each mask the most probable tokens."""
+_NO_COLUMN = ("logprobs", "prompt_logprobs")
+"""Parameters whose results have no column."""
 _PRODUCT = ("seed", "decoding")
 """Parameters that may be a list: the query is run with each value."""
 _MAX_ROWS = 1_000_000
@@ -91,6 +93,8 @@ def _expanded(row: Mapping[str, Any], where: str) -> Iterator[Query]:
             continue
         if name in FIELDS:
             own[name] = value
+        elif parameter in _NO_COLUMN:
+            raise UsageError(f"{where}: the results of a list have no column for {parameter}")
         elif parameter in sampling:
             raise UsageError(f"{where}: {parameter} is given twice, the second time as {name!r}")
         elif parameter in known:

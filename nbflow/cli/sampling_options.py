@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,23 +12,10 @@ import nbflow
 from nbflow.cli.option_arguments import add_options, given_options, read_argument
 from nbflow.engine import LLM
 from nbflow.engine.search.api import SEARCHES
-from nbflow.options import (
-    DECODER_START,
-    STRUCTURES,
-    SamplingParams,
-    SearchParams,
-    SpeculativeConfig,
-)
-from nbflow.sampling import STRATEGIES, LogitsProcessors
+from nbflow.options import SamplingParams, SearchParams, SpeculativeConfig
+from nbflow.sampling import STRATEGIES, implied_decoding
 from nbflow_kernels.errors import UsageError
 
-CONSTRAINTS = {f.name for f in dataclasses.fields(LogitsProcessors)} | {
-    *STRUCTURES,
-    "stop_token_ids",
-}
-"""Parameters valid with every strategy."""
-_FREE = {"seed", "logprobs", "stop", "include_stop_str_in_output", "ignore_eos", *DECODER_START}
-"""Parameters that do not change the distribution of tokens."""
 _SEARCHES = {
     "beam": ("num_beams", "length_penalty", "early_stopping"),
     "contrastive": ("penalty_alpha",),
@@ -88,10 +74,11 @@ def search_values(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def load_draft(arguments: argparse.Namespace) -> Iterator[LLM | str | None]:
     """Yield the draft model, "ngram" or None."""
-    if arguments.draft in (None, "ngram"):
+    options = SpeculativeConfig(**given_options(SpeculativeConfig, arguments))
+    if options.draft in (None, "ngram"):
         yield arguments.draft
         return
-    with nbflow.load(arguments.draft, weights=arguments.draft_weights) as model:
+    with nbflow.load(arguments.draft, weights=options.draft_weights) as model:
         yield model
 
 
@@ -103,8 +90,7 @@ def request_values(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def with_decoding(values: dict[str, Any]) -> dict[str, Any]:
     """Return sampling parameters with a strategy; greedy if none of them implies another."""
-    implied = "auto" if set(values) - CONSTRAINTS - _FREE - {"max_tokens"} else "greedy"
-    return {"decoding": implied, **values}
+    return {"decoding": implied_decoding(values), **values}
 
 
 def decoding_values(arguments: argparse.Namespace) -> dict[str, Any]:

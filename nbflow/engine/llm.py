@@ -325,7 +325,7 @@ class LLM:
         self,
         prompt: str | Sequence[int] | NDArray[Any],
         max_tokens: int = SamplingParams.max_tokens,
-        decoding: str | Strategy = "greedy",
+        decoding: str | Strategy | None = None,
         seed: int = SamplingParams.seed,
         ignore_eos: bool = SamplingParams.ignore_eos,
         decoder_ids: Sequence[int] | None = None,
@@ -339,8 +339,9 @@ class LLM:
             Text or token ids.  The tokenizer adds its special tokens to text.
         max_tokens : int
             Most new tokens.
-        decoding : str or Strategy
-            Name of a strategy, or "auto" to infer it from the parameters; see docs/decoding.md.
+        decoding : str or Strategy, optional
+            Name of a strategy; see docs/decoding.md.  By default greedy, or with parameters of a
+            strategy the one that they imply; "auto" also follows the model's recommendation.
         seed : int
             Seed of the random numbers.
         ignore_eos : bool
@@ -382,7 +383,7 @@ class LLM:
         self,
         prompts: Sequence[str | Sequence[int] | NDArray[Any]],
         max_tokens: int = SamplingParams.max_tokens,
-        decoding: str | Strategy = "greedy",
+        decoding: str | Strategy | None = None,
         seed: int = SamplingParams.seed,
         ignore_eos: bool = SamplingParams.ignore_eos,
         decoder_ids: Sequence[int] | None = None,
@@ -408,7 +409,7 @@ class LLM:
         self,
         prompt: str | Sequence[int] | NDArray[Any],
         max_tokens: int = SamplingParams.max_tokens,
-        decoding: str | Strategy = "greedy",
+        decoding: str | Strategy | None = None,
         seed: int = SamplingParams.seed,
         ignore_eos: bool = SamplingParams.ignore_eos,
         decoder_ids: Sequence[int] | None = None,
@@ -429,7 +430,7 @@ class LLM:
         self,
         prompt: str | Sequence[int] | NDArray[Any],
         max_tokens: int = SamplingParams.max_tokens,
-        decoding: str | Strategy | Search = "greedy",
+        decoding: str | Strategy | Search | None = None,
         seed: int = SamplingParams.seed,
         ignore_eos: bool = SamplingParams.ignore_eos,
         decoder_ids: Sequence[int] | None = None,
@@ -447,8 +448,7 @@ class LLM:
         request = validate_request(
             self, prompt, params, decoding, decoder_ids, drafted=draft is not None
         )
-        if draft is not None:
-            attach(draft, self, request, n_draft, draft_verify)
+        attach(draft, self, request, n_draft, draft_verify)
         return request
 
     def run_requests(

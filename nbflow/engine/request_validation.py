@@ -15,7 +15,14 @@ from nbflow.engine.request import Request
 from nbflow.engine.search import Search
 from nbflow.engine.search.api import check_search
 from nbflow.options import SamplingParams
-from nbflow.sampling import Greedy, Strategy, build_strategy, end_ids, with_recommended
+from nbflow.sampling import (
+    Greedy,
+    Strategy,
+    build_strategy,
+    end_ids,
+    implied_decoding,
+    with_recommended,
+)
 from nbflow.sampling.logits_processors import LogitsProcessors, check_token_ids, constrain
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.utils.safe_repr import shown
@@ -149,12 +156,14 @@ def embedding_requests(
 
 def sampling_params(
     max_tokens: int,
-    decoding: str | Strategy | Search,
+    decoding: str | Strategy | Search | None,
     seed: int,
     ignore_eos: bool,
     parameters: Mapping[str, Any],
 ) -> SamplingParams:
     """Return the keyword arguments of `LLM.generate` as `SamplingParams`."""
+    if decoding is None:
+        decoding = implied_decoding(name for name, v in parameters.items() if v is not None)
     named = decoding if isinstance(decoding, str) and decoding != "auto" else None
     params = SamplingParams.parse(
         {

@@ -174,11 +174,14 @@ def _replica(
 
 
 def _check_host(device: Device, config: RunConfig) -> None:
-    if config.kv_host and not device.host_read_bytes_per_s:
-        raise UsageError(
-            f"device {device.name} has no host_read_bytes_per_s, which a KV cache in host memory "
-            "needs; add it to the machine's file, or keep the cache on the device"
-        )
+    if device.host_read_bytes_per_s:
+        return
+    for given, name in ((config.kv_host, "a KV cache"), (config.embedding_on_host, "an embedding")):
+        if given:
+            raise UsageError(
+                f"device {device.name} has no host_read_bytes_per_s, which {name} in host memory "
+                "needs; add it to the machine's file, or keep it on the device"
+            )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from nbflow.sampling.build import (
     build_strategy,
     end_ids,
+    implied_decoding,
     of_other_strategies,
     with_recommended,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "TopP",
     "build_strategy",
     "end_ids",
+    "implied_decoding",
     "make_strategy",
     "of_other_strategies",
     "register_strategy",

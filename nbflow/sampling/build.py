@@ -8,7 +8,8 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nbflow.options import SamplingParams, Word
+from nbflow.option_fields import aliases
+from nbflow.options import DECODER_START, STRUCTURES, SamplingParams, Word
 from nbflow.sampling.dry_breakers import breaker_sequences
 from nbflow.sampling.logits_processors import LogitsProcessors, check_token_ids, constrain
 from nbflow.sampling.sampler_chain import parse_samplers
@@ -23,6 +24,12 @@ from nbflow.sampling.structured_output import Grammar
 from nbflow.tokenization import Tokenizer
 from nbflow_kernels.errors import UsageError
 
+WITHOUT_STRATEGY = {
+    *(f.name for f in dataclasses.fields(LogitsProcessors)), *STRUCTURES, *DECODER_START,
+    "max_tokens", "seed", "n", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "ignore_eos", "logprobs", "prompt_logprobs",
+}  # fmt: skip
+"""Sampling parameters valid with every strategy, which therefore imply none."""
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
@@ -63,6 +70,19 @@ def with_recommended(
     name = text.partition(":")[0]
     own = () if name not in STRATEGIES or name.startswith("inferflow.") else _fields(name)
     return {k: v for k, v in (recommended or {}).items() if k in own} | dict(stated)
+
+
+def implied_decoding(given: Iterable[str]) -> str:
+    """Return the `decoding` of a request that states none, from the names of its parameters.
+
+    Examples
+    --------
+    >>> implied_decoding(["seed", "temp"]), implied_decoding(["seed"])
+    ('auto', 'greedy')
+    """
+    others = aliases(SamplingParams)
+    names = {others.get(name, name) for name in given}
+    return "auto" if names - WITHOUT_STRATEGY else "greedy"
 
 
 def of_other_strategies(parameters: Iterable[str], decoding: str) -> set[str]:

@@ -202,7 +202,7 @@ def parameter(name: str, key: str) -> OptionField | None:
     known = {f.name: f for f in dataclasses.fields(STRATEGIES[name])}
     if key not in known:
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        if name == "greedy":  # the default of `LLM.generate`
+        if name == "greedy":
             takes += "; name another strategy, or auto, which chooses one by its parameters"
         raise UsageError(f"decoding {name!r} has no parameter {key!r}; {takes}", key)
     declared: Option | None = known[key].metadata.get("option")

@@ -31,10 +31,11 @@ def check_served(served: ServedModel) -> None:
 
 
 def check_config(config: ServerConfig) -> None:
-    """Raise `UsageError` if the models of a configuration cannot be served.
+    """Raise `UsageError` if the models of a configuration cannot be served, or keys are missing.
 
     Reads headers, configurations and tokenizers, but no weights.
     """
+    config.auth.digests()
     load_plugins(config.plugins)
     for name, options in config.models.items():
         resolved = resolve(options.path, spec=options.spec)

@@ -182,10 +182,7 @@ class ModelOptions(_LoadFields):
 
     @model_validator(mode="after")
     def _draft(self) -> ModelOptions:
-        alone = self.draft in (None, "ngram")
-        if alone and (self.draft_weights is not None or self.draft_verify == "chain"):
-            name = "draft_weights" if self.draft_weights is not None else "draft_verify"
-            raise ValueError(f"{name} needs a smaller model as draft, got draft {self.draft!r}")
+        SpeculativeConfig(**{name: getattr(self, name) for name in toml_names(SpeculativeConfig)})
         return self
 
     @field_validator("defaults")

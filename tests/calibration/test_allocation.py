@@ -195,7 +195,10 @@ def test_command_chooses_checks_and_writes(tmp_path: Path, capsys: Any) -> None:
         ([], "give --to FORMAT, or --bits-per-weight B"),
         (["--to", "q4", "--bits-per-weight", 3], "give --to FORMAT, or"),
         (["--bits-per-weight", 3], "needs formats to choose from"),
-        (["--to", "q4", "--formats", "q2"], "names are for --bits-per-weight"),
-        (["--to", "q4", "--check"], "are for --bits-per-weight"),
+        (["--to", "q4", "--formats", "q2"], "--formats is for --bits-per-weight"),
+        (["--to", "q4", "--check"], "--check is for --bits-per-weight"),
+        (["--to", "q4", "--tokens", 9], "are for --sensitivity kld and --check"),
+        ([*words[1:5], "--rule", "*=q4"], "does not go with --bits-per-weight"),
+        ([*words[1:5], "--policy", policy], "p.toml: exists"),
     ):
         assert message in command(capsys, "tiny_python", "-o", tmp_path / "y", *wrong, code=2)

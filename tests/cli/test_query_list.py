@@ -115,6 +115,7 @@ def test_tables_and_lines(tmp_path):
         ({"prompt": 1}, "prompt must be a text"),
         ({"prompt": "x", "temp": 1, "temperature": 1}, "given twice"),
         ({"prompt": "x", "seed": []}, "must not be empty"),
+        ({"prompt": "x", "logprobs": 1}, "have no column for logprobs"),
         ({"messages": "x"}, "list of objects"),
         (3, "must be a text or a JSON object"),
     ],

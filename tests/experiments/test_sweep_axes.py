@@ -138,6 +138,7 @@ def test_no_model_or_two(words: tuple[str, ...], message: str) -> None:
             "heads must be query heads/.*a multiple of the second, got '8/3/32'",
         ),
         ({"prefix": ["9"]}, "prefix must be at most prompt, got 9 and 8"),
+        ({"draft": ["ngram"]}, "--draft is for --measures speculation, got"),
     ],
 )
 def test_mistakes_in_lists_are_named(

@@ -439,6 +439,12 @@ def test_the_command_gives_json(capsys):
         ),
         (["llama2_7b", "--machine", "h200x8", "--all-reduce", "q7"], "unknown all_reduce"),
         (["--measure", "--ranks", "0"], "the number of ranks must be 1..4096, got 0"),
+        (["--measure", "--machine", "h200x8"], "takes no --machine"),
+        (["llama2_7b", "--machine", "h200x8", "-o", "x"], "-o is for --measure and --max-kld"),
+        (
+            ["llama2_7b", "--machine", "amd_epyc_2_cores", "--embeddings-on-host"],
+            "an embedding in host memory needs",
+        ),
     ],
 )
 def test_wrong_usage(arguments, words, capsys):

@@ -59,6 +59,7 @@ def write(folder, text, name="server.toml"):
         ("[models.a]\npath = 'x'\n[log]\nformat = 'xml'", "'text' or 'json'"),
         ("[models.a]\npath = 'x'\ndraft_weights = 'q4'", "needs a smaller model"),
         ("[models.a]\npath = 'x'\ndraft = 'ngram'\ndraft_verify = 'chain'", "got draft 'ngram'"),
+        ("[models.a]\npath = 'x'\nn_draft = 3", "n_draft needs a smaller model or 'ngram'"),
         ("models = 1", "valid dictionary"),
         ("[models]", "at least one"),
         ("= 1", "not valid TOML"),
@@ -393,6 +394,9 @@ def test_the_file_of_the_current_folder(tmp_path, monkeypatch, capsys):
     assert "model a: default parameters: unknown decoding strategy" in capsys.readouterr().err
     greedy = wrong.replace("topp", "greedy")  # which has no parameters
     assert code_of("serve", str(write(tmp_path, greedy)), "--check") == 0
+    keys = "[models.a]\npath = 'tiny_python'\n[auth]\nkeys_file = 'none.txt'"
+    assert code_of("serve", str(write(tmp_path, keys)), "--check") == 2
+    assert "auth.keys_file: none.txt cannot be read" in capsys.readouterr().err
     wrong = "[models.a]\npath = 'tiny_python'\nencoder_template = '{query}'"
     assert code_of("serve", str(write(tmp_path, wrong)), "--check") == 2
     assert "model a: encoder_template: tiny_python has no encoder" in capsys.readouterr().err

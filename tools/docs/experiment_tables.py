@@ -173,7 +173,7 @@ def cascade(rows: list[Row]) -> str:
     names = ("heads", "kv", "shared_keys", "own_keys")
     head = ["heads", "cache", "shared keys", "own keys"]
     for batch in batches:
-        head += [f"{batch}: each for itself (us)", "in one item", "levels", "bytes"]
+        head += [f"{batch}: separate (us)", "one item", "two levels", "bytes"]
     body = []
     for shape in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
         cells = list(map(str, shape))
@@ -189,8 +189,8 @@ def cascade(rows: list[Row]) -> str:
 def speculation(rows: list[Row]) -> str:
     """Return the table of speculative decoding."""
     head = (
-        "proposals", "at a time", "sequences", "right (%)", "tokens per verification (bound)",
-        "none (token/s)", "with proposals", "speed-up", "same text",
+        "draft", "draft tokens", "sequences", "accepted (%)", "tokens per verification",
+        "no draft (token/s)", "with draft", "speed-up", "same text",
     )  # fmt: skip
     body = [
         [

@@ -36,7 +36,7 @@ Keywords of `nbflow.LLMEngine` (or one `EngineOptions`), options of `nbflow serv
 `[models.NAME.engine]`."""
 SPECULATION = """\
 Keywords of `LLM.generate`, options of `nbflow run` and `nbflow serve`, keys of `[models.NAME]`.
-[Decoding](decoding.md#proposals-speculative-decoding) explains them."""
+[Decoding](decoding.md#speculative-decoding) explains them."""
 SAMPLING = """\
 Keywords of `LLM.generate` (fields of `SamplingParams`), options of `nbflow run`, fields of HTTP
 requests, `defaults` of `[models.NAME]`. [Decoding](decoding.md) explains them. Without a value, the

@@ -52,7 +52,23 @@ from nbflow_kernels.errors import UsageError, unknown_name
 
 PARTS = ("tensors", "layers", "attribution", "kv", "activations", "generation")
 WITHOUT_FORMATS = {"kv", "activations"}
+CPU_ONLY = {"kv", "activations", "generation"}
 KV = "q8_0,q5_0,q4_0,q3,q2"
+OF_TEXT = set(PARTS) - {"tensors"}
+OF_FORMATS = set(PARTS) - WITHOUT_FORMATS
+DEFAULTS = {
+    "weights": ("", OF_FORMATS),
+    "against": ([], OF_FORMATS),
+    "tensors": (None, {"tensors"}),
+    "by": (",".join(BY), {"attribution"}),
+    "isolated": (False, {"attribution"}),
+    "kv": (KV, {"kv"}),
+    "text": (None, OF_TEXT),
+    "tokens": (2048, OF_TEXT),
+    "window": (256, OF_TEXT),
+    "seed": (0, OF_TEXT),
+}
+"""Options that some parts use: default and parts."""
 SHOWN = 40  # rows of a table that are printed
 
 COLUMNS = {
@@ -76,8 +92,8 @@ COLUMNS = {
                     "top_percent_share"),
     "generation": ("change", "tokens", "prompts", "same_share", "same_share_stderr",
                    "common_tokens_median"),
-    "kv_layers": ("keys", "values", "layer", "keys_error", "values_error", "attention_error",
-                  "isolated_error", "cumulative_error"),
+    "kv_layers": ("keys", "values", "layer", "keys_error", "keys_channel_ratio", "values_error",
+                  "attention_error", "isolated_error", "cumulative_error"),
     "kv_models": ("keys", "values", "bits", "kld_mean_nats", "kld_mean_nats_stderr",
                   "nll_difference_mean_nats", "top1_agreement_share"),
 }  # fmt: skip
@@ -144,12 +160,20 @@ def run(arguments: argparse.Namespace) -> int:
     for part in parts:
         if part not in PARTS:
             raise unknown_name("part", part, (*PARTS, "all"))
+    for name, (default, users) in DEFAULTS.items():
+        if getattr(arguments, name) != default and not users & set(parts):
+            needed = " or ".join(p for p in PARTS if p in users)
+            raise UsageError(f"--{name} is for --parts {needed}, got --parts {','.join(parts)}")
+    if arguments.force and arguments.out is None:
+        raise UsageError("--force needs --out")
     arguments.device = parse_devices(arguments.device)
     if "," in arguments.device:
         raise UsageError(f"--device names one device, got {arguments.device!r}")
-    if "kv" in parts and arguments.device != "cpu":
+    on_cpu = [part for part in parts if part in CPU_ONLY]
+    if on_cpu and arguments.device != "cpu":
         raise UsageError(
-            f"--parts kv runs on the CPU, got --device {arguments.device}; leave one of them out"
+            f"--parts {on_cpu[0]} runs on the CPU, got --device {arguments.device}; leave one of "
+            "them out"
         )
     if world().size > 1:
         raise UsageError("analyze runs in one process; leave mpirun out")

@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory",
         type=float,
-        default=LIMIT_BYTES / 2**30,
         metavar="GIB",
         help="memory for the sums of --full; further passes over the text collect the rest "
         f"({LIMIT_BYTES >> 30})",
@@ -62,8 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    if arguments.memory <= 0:
+    if arguments.memory is not None and arguments.memory <= 0:
         raise UsageError(f"--memory must be more than 0, got {arguments.memory:g}")
+    if arguments.memory is not None and not arguments.full:
+        raise UsageError("--memory is for --full")
+    if arguments.full and not arguments.model:
+        raise UsageError("--full collects: give MODEL with -o OUT")
     asked = [bool(arguments.model), bool(arguments.merge), bool(arguments.show)]
     if sum(asked) != 1 or bool(arguments.out) == bool(arguments.show):
         raise UsageError("give MODEL with -o OUT, or --merge files with -o OUT, or --show FILE")
@@ -97,7 +100,7 @@ def _collect(arguments: argparse.Namespace) -> None:
     ids = [w.ids for w in windows]
     with load_model(arguments) as model:
         if arguments.full:
-            limit = int(arguments.memory * 2**30)
+            limit = LIMIT_BYTES if arguments.memory is None else int(arguments.memory * 2**30)
             options = {"limit_bytes": limit, "force": arguments.force}
             write_hessians(path, model, ids, progress=tell, **options)
             return
@@ -110,7 +113,7 @@ def _collect(arguments: argparse.Namespace) -> None:
 
 def _print_table(rows: list[ColumnStatistics]) -> None:
     head = (
-        "name", "columns", "sum", "least", "largest", "active", "entropy", "top 1 %", "as before"
+        "name", "columns", "sum", "least", "largest", "active", "entropy", "top 1 %", "cosine"
     )  # fmt: skip
     cells = [
         (

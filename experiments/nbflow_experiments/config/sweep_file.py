@@ -52,7 +52,7 @@ from typing import Any
 from nbflow_experiments.config.command_line_axes import apply_lists
 from nbflow_experiments.config.ranges import expand_range
 from nbflow_experiments.config.wandb_grid import from_wandb, is_wandb
-from nbflow_experiments.measures import MEASURES
+from nbflow_experiments.measures import MEASURES, check_used
 from nbflow_experiments.optional_packages import require
 from nbflow_experiments.settings import (
     SETTINGS,
@@ -125,9 +125,11 @@ def load_sweep(
         apply_override(data, override)
     apply_lists(data, lists)
     narrowed = bool(overrides or lists)
-    return parse_sweep(
+    sweep = parse_sweep(
         data, path.parent, default_name=path.stem, narrowed=narrowed, plugins=plugins
     )
+    check_used(lists, sweep.measures)
+    return sweep
 
 
 def sweep_of_lists(
@@ -144,7 +146,9 @@ def sweep_of_lists(
     apply_lists(data, lists)
     model = str(data["settings"].get("model", ""))
     name = re.sub(r"[^\w.-]+", "-", Path(model).stem).strip("-.") or "sweep"
-    return parse_sweep(data, Path(), default_name=name, narrowed=True, plugins=plugins)
+    sweep = parse_sweep(data, Path(), default_name=name, narrowed=True, plugins=plugins)
+    check_used(lists, sweep.measures)
+    return sweep
 
 
 def apply_override(data: dict[str, Any], text: str) -> None:

@@ -145,6 +145,33 @@ def unregister_measure(name: str) -> None:
     del MEASURES[name]
 
 
+_OF_TEXT = tuple(measure.name for measure in MEASURES.values() if measure.needs_text)
+_USERS = {
+    **dict.fromkeys(("eval_text", "eval_tokens", "eval_window", "eval_context"), _OF_TEXT),
+    **dict.fromkeys(("draft", "n_draft"), ("speculation",)),
+    **dict.fromkeys(("shared_keys", "own_keys", "heads"), ("cascade",)),
+    "prefix": ("shared_prefix",),
+}
+"""Settings that only some of the built-in measures use."""
+
+
+def check_used(settings: Iterable[str], measures: Iterable[str]) -> None:
+    """Raise `UsageError` for a setting of the command line that none of the measures uses.
+
+    Registered measures may use every setting.
+    """
+    names = set(measures)
+    if names & set(_REGISTERED):
+        return
+    for setting in settings:
+        users = _USERS.get(setting, names)
+        if not names & set(users):
+            raise UsageError(
+                f"--{setting.replace('_', '-')} is for --measures {' or '.join(users)}, got "
+                f"--measures {','.join(sorted(names))}"
+            )
+
+
 def needs_text(names: Iterable[str]) -> bool:
     """Return whether any of these measures evaluates text."""
     return any(MEASURES[name].needs_text for name in names)

@@ -25,7 +25,7 @@ def draw(results: Results) -> Drawing:
     if rows.batch.nunique() < 2:
         raise NotDrawn("the points that succeeded have only one number of sequences")
     panels = spread(list(rows.groupby(["heads", "kv"], sort=False)), _MOST_PANELS)
-    variants = (("shared", "in one item", "-"), ("levels", "levels, merged", ":"))
+    variants = (("shared", "one work item", "-"), ("levels", "two levels", ":"))
     with new_figure(max(2, len(panels)), 3.3) as (figure, axes):
         for panel in axes[len(panels) :]:
             panel.set_axis_off()
@@ -34,21 +34,21 @@ def draw(results: Results) -> Drawing:
                 line = line.drop_duplicates("batch").sort_values("batch")
                 for variant, word, style in variants:
                     y = line[f"cascade_{variant}_speedup"]
-                    label = f"{keys} shared, {word}"
+                    label = f"{keys} shared keys, {word}"
                     panel.plot(line.batch, y, linestyle=style, label=label, **series_style(i))
-            equal_speed(panel, "each for itself")
+            equal_speed(panel, "separate")
             log_axis(panel, sorted(rows.batch.unique()), "sequences at once")
             panel.set_title(f"{_heads(heads)}; cache {kv}", fontsize=8)
             from_zero(panel)
-        axes[0].set_ylabel("times as fast as each for itself")
+        axes[0].set_ylabel("speed-up over separate sequences")
         legend_above(figure, axes[0])
     caption = (
         f"Decode attention of sequences whose first keys are on the same pages, with {own} keys "
-        "each behind them: speed against reading all keys for every sequence. In one item is what "
-        "the engine does, bit for bit the same; levels are two runs and a merge. Panels: heads, "
-        "format of the cache. Medians."
+        "of their own: speed-up over one work item per sequence. The engine uses one work item "
+        "for all sequences, which gives the same bits; two levels are two runs and a merge. "
+        "Panels: heads, format of the cache. Medians."
     )
-    return Drawing(figure, f"Cascade attention; {own} keys of each sequence alone", caption)
+    return Drawing(figure, f"Cascade attention; {own} own keys per sequence", caption)
 
 
 def _heads(heads: str) -> str:

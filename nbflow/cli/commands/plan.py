@@ -96,7 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure", action="store_true", help="measure this machine and describe it"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="output of --measure (stdout)")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="output of --measure (stdout); with --max-kld a folder",
+    )
     add_plugins_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_joint_arguments(parser)
@@ -111,6 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.max_kld is not None:
         return run_joint(arguments)
     check_not_joint(arguments)
+    if arguments.output is not None:
+        raise UsageError("-o is for --measure and --max-kld")
     machine = planned_machine(arguments.machine, arguments.vram, arguments.ranks)
     model = planned_model(arguments.model, arguments.weights).with_state_format(arguments.state)
     setting = RunConfig(
@@ -147,6 +154,10 @@ def _shared(arguments: argparse.Namespace, machine: Machine) -> list[str]:
 
 def _measure(arguments: argparse.Namespace) -> int:
     """Measure and describe this machine."""
+    for name in ("model", "machine", "vram", "max_kld", "partition", "shares", "batch", "json"):
+        if getattr(arguments, name):
+            option = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+            raise UsageError(f"--measure describes this machine and takes no {option}")
     from nbflow.engine.load import load
     from nbflow.planner.measure_machine import FORMATS, ROUNDS, measure_machine
 

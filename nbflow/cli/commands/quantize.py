@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_options(parser, LoadOptions, ["spec", "plugins"])
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the table, do not write OUT")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_allocation_arguments(parser)
 

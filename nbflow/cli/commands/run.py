@@ -33,6 +33,7 @@ from nbflow.engine.request import Request
 from nbflow.engine.search.api import search
 from nbflow.engine.worker import Worker
 from nbflow.options import SamplingParams
+from nbflow_kernels.errors import UsageError
 
 _show = partial(print, end="", flush=True)
 
@@ -61,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
             if model.participates:
                 queries.run(model)
         return 0
+    if arguments.logprobs is not None and not arguments.json:
+        raise UsageError("--logprobs needs --json")
     if arguments.max_tokens is None:
         arguments.max_tokens = SamplingParams.max_tokens
     with load_model(arguments) as model, load_draft(arguments) as draft:

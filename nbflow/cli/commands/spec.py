@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    _refuse_unused(arguments)
     if arguments.list:
         return _list_models(as_json=arguments.json)
     if arguments.model is None:
@@ -64,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         model_file = load_model_file(path)
         if model_file.config:
             return _published(model_file, arguments)
+        if arguments.program:
+            raise UsageError(f"--program needs a model; {path} states no sizes ([config])")
         return _explain(path, as_json=arguments.json)
     resolved = resolve(arguments.model, spec=arguments.spec)
     spec = resolved.spec
@@ -82,6 +85,17 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [(name, shape, dtypes[name], names[name]) for name, shape in shapes.items()]
         print(text_table(("tensor", "shape", "dtype", "name in the file"), rows))
     return 0
+
+
+def _refuse_unused(arguments: argparse.Namespace) -> None:
+    """Refuse options that have no effect on what is printed."""
+    if arguments.partition != "0" and not arguments.program:
+        raise UsageError("--partition needs --program")
+    given = [name for name in ("list", "toml", "program", "tensors") if getattr(arguments, name)]
+    if arguments.json and {"program", "toml"} & set(given):
+        given.append("json")
+    if len(given) > 1:
+        raise UsageError(f"--{given[0]} does not go with --{given[1]}")
 
 
 def _without_weights(model: str) -> Path | None:
@@ -144,7 +158,7 @@ def _published(model_file: ModelFile, arguments: argparse.Namespace) -> int:
         [
             ("description", model_file.description),
             *_rows(spec),
-            ("prompt template", repr(model_file.prompt_template)),
+            ("prompt template", _template(model_file)),
             ("defaults", model_file.defaults or "none"),
             _weights_row(model_file),
         ]
@@ -275,6 +289,10 @@ def _rows(spec: ModelSpec) -> list[tuple[str, Any]]:
     ]
 
 
+def _template(source: ModelFile | ResolvedModel) -> str:
+    return "none" if source.prompt_template is None else repr(source.prompt_template)
+
+
 def _shown(value: Any) -> Any:
     """Return a value as text, with sets of layers as ranges."""
     if isinstance(value, frozenset):
@@ -291,7 +309,7 @@ def _file_rows(resolved: ResolvedModel, dtypes: dict[str, str]) -> list[tuple[st
         ("stored as", ", ".join(sorted(set(dtypes.values())))),
         ("weights", resolved.path),
         ("tokenizer", resolved.tokenizer or "not found"),
-        ("prompt template", repr(resolved.prompt_template)),
+        ("prompt template", _template(resolved)),
         ("defaults", resolved.defaults or "none"),
         ("checkpoint", f"fits: {len(dtypes)} tensors"),
     ]

@@ -18,15 +18,19 @@ Draft = str | Proposer | ModelInfo
 """Source of draft tokens: "ngram" (prompt lookup), a smaller model, or a function."""
 
 
-def attach(draft: Draft, model: ModelInfo, request: Request, n_draft: int, verify: str) -> None:
-    """Add a proposer of draft tokens to a request.
+def attach(
+    draft: Draft | None, model: ModelInfo, request: Request, n_draft: int, verify: str
+) -> None:
+    """Add the proposer of draft tokens to a request, if there is one.
 
     Raises
     ------
     UsageError
         If the draft model does not fit the model, or an option is out of bounds.
     """
-    SpeculativeConfig().replaced({"n_draft": n_draft, "draft_verify": verify})  # checks them
+    SpeculativeConfig(draft, n_draft, draft_verify=verify)  # type: ignore[arg-type]  # checks them
+    if draft is None:
+        return
     request.n_proposed = n_draft
     if isinstance(draft, str):
         if draft != "ngram":
