@@ -164,7 +164,7 @@ def schedule(header, rows_at, kv_indptr, kv_indices, lens_at, n_requests, n_thre
                             write_i64(to + 8 * at.MERGE_N_SPLITS, n_splits)
                         n_merges += 1
                     begin = first
-                    for i in range(n_splits):
+                    for _ in range(n_splits):
                         stop, partial = end, np.int64(-1)
                         if n_splits > 1:
                             stop, partial = min(end, (begin // split + 1) * split), n_partials
