@@ -45,7 +45,7 @@ numba_option_values = targetconfig.TargetConfig.values
 _mangled: dict[Any, str] = {}
 _defaults: dict[Any, dict[str, Any]] = {}
 numba_install_timer = event.install_timer
-numba_error_context: Any = errors.new_error_context  # type: ignore[attr-defined]
+numba_error_context = errors.new_error_context
 numba_propagate = typeinfer.ConstraintNetwork.propagate
 
 ABI_SIZES = "_nbflow_abi_sizes"
@@ -86,9 +86,7 @@ def skip_logs_and_events() -> None:
 
 def enter_contexts_faster() -> None:
     """Explain errors and catch warnings of a kernel without a generator for each constraint."""
-    modules: Any = typeinfer, lowering
-    for module in modules:
-        module.new_error_context = _ErrorContext
+    typeinfer.new_error_context = lowering.new_error_context = _ErrorContext
     typeinfer.ConstraintNetwork.propagate = _propagate  # type: ignore[method-assign]
 
 
