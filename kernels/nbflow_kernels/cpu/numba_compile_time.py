@@ -5,21 +5,18 @@ each operation on numbers by trying all templates of the operator, NumPy's unive
 among them, and lists the variables of each statement a hundred times, through every attribute.
 Here the resolution of an operation is kept for the types of its arguments, and lists skip what
 contains no variables.  It also formats a log entry per statement, announces each call of LLVM, and
-computes the sizes of types by LLVM; here it does so once, or for listeners.  Around each step of
-inference and lowering it enters a generator that would explain an error, and replaces the filters
-of warnings; here a class does the first, and the second is done once.  Types, code and messages
-that result are the same.
+computes the sizes of types by LLVM; here it does so once, or for listeners.  Types and code that
+result are the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from typing import Any
 
 import llvmlite.ir
-from numba.core import base, errors, event, ir, lowering, ssa, targetconfig, typeinfer, types
+from numba.core import base, event, ir, ssa, targetconfig, types
 from numba.core.types.functions import BaseFunction
 from numba.core.typing import templates
 
@@ -45,8 +42,6 @@ numba_option_values = targetconfig.TargetConfig.values
 _mangled: dict[Any, str] = {}
 _defaults: dict[Any, dict[str, Any]] = {}
 numba_install_timer = event.install_timer
-numba_error_context = errors.new_error_context
-numba_propagate = typeinfer.ConstraintNetwork.propagate
 
 ABI_SIZES = "_nbflow_abi_sizes"
 """Attribute of a target context: sizes in bytes by LLVM type."""
@@ -84,79 +79,12 @@ def skip_logs_and_events() -> None:
     event.install_timer = _install_timer
 
 
-def enter_contexts_faster() -> None:
-    """Explain errors and catch warnings of a kernel without a generator for each constraint."""
-    typeinfer.new_error_context = lowering.new_error_context = _ErrorContext
-    typeinfer.ConstraintNetwork.propagate = _propagate  # type: ignore[method-assign]
-
-
 def compare_options_as_set() -> None:
     """Compare, hash and list options of the compiler without asking for each, defaults too."""
     targetconfig.TargetConfig.__eq__ = _options_equal  # type: ignore[method-assign]
     targetconfig.TargetConfig.__hash__ = _options_hash  # type: ignore[method-assign]
     targetconfig.TargetConfig.get_mangle_string = _mangled_options  # type: ignore[method-assign]
     targetconfig.TargetConfig.values = _option_values  # type: ignore[method-assign]
-
-
-class _ErrorContext:
-    """Numba's `new_error_context`, entered when there is an error."""
-
-    __slots__ = ("_format", "_given", "_named")
-
-    def __init__(self, format: str, *given: Any, **named: Any) -> None:
-        self._format, self._given, self._named = format, given, named
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, errors.NumbaError):
-            with (
-                contextlib.suppress(errors.NumbaError),
-                numba_error_context(self._format, *self._given, **self._named),
-            ):
-                raise error
-
-
-class _Warnings:
-    """Numba's `WarningsFixer` within `_propagate`, which catches the warnings."""
-
-    def __init__(self, caught: list[Any]) -> None:
-        self._caught = caught
-        self.found: list[tuple[str, int, Any]] = []
-        """File and line of the statement that caused a warning, and the warning."""
-
-    def catch_warnings(self, filename: str, lineno: int) -> _Warnings:
-        """Return the context of a statement."""
-        self._place = filename, lineno
-        return self
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        if self._caught:
-            self.found += [(*self._place, warning) for warning in self._caught]
-            self._caught.clear()
-
-
-def _propagate(self: Any, inference: Any) -> Any:
-    if not compiling_kernel.value:
-        return numba_propagate(self, inference)
-    fixer = inference.warnings
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", fixer._category)
-        inference.warnings = ours = _Warnings(caught)
-        try:
-            found = numba_propagate(self, inference)
-        finally:
-            inference.warnings = fixer
-    for filename, line, warning in ours.found:
-        with fixer.catch_warnings(filename, line):
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
-    return found
 
 
 def _options_equal(self: Any, other: Any) -> Any:

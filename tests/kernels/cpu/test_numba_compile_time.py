@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import operator
-import types as python_types
-import warnings
 
 import pytest
-from numba.core import compiler, errors, ir, typeinfer, types
+from numba.core import compiler, ir, types
 from numba.core.registry import cpu_target
 
 from nbflow_kernels.cpu import (
     jit,  # noqa: F401, which installs the shortcuts
     numba_compile_time,
-    numba_passes,
 )
 
 SCALARS = (types.int32, types.uint8, types.int64, types.float32, types.float64, types.boolean)
@@ -75,46 +71,3 @@ def test_options_are_equal_and_named_as_numba_says():
             assert a.get_mangle_string() == numba_compile_time.numba_mangle_options(a)
             assert list(a.values().items()) == [*numba_compile_time.numba_option_values(a).items()]
     assert plain == explicit != other
-
-
-@pytest.mark.parametrize("error", [errors.TypingError("no such type"), KeyError("name")])
-def test_errors_are_explained_as_numba_does(error):
-    messages = []
-    for context in (numba_compile_time.numba_error_context, typeinfer.new_error_context):
-        made = copy.deepcopy(error)
-        outer, inner = context("at {loc}", loc=ir.Loc("file.py", 7)), context("in {}", "call")
-        with pytest.raises(type(error)) as caught, outer, inner:
-            raise made
-        assert caught.value is made
-        messages.append(str(made))
-    assert messages[0] == messages[1]
-    assert ("in call" in messages[0]) == isinstance(error, errors.NumbaError)
-
-
-def test_warnings_have_the_place_that_numba_gives_them():
-    def warn(line, kind):
-        def constraint(inference):
-            warnings.warn("slow", kind, stacklevel=1)
-            if line == 2:
-                raise errors.TypingError("unknown")
-
-        constraint.loc = ir.Loc("file.py", line)
-        return constraint
-
-    network = typeinfer.ConstraintNetwork()
-    kinds = errors.NumbaWarning, errors.NumbaPerformanceWarning, UserWarning
-    for i, kind in enumerate(kinds):
-        network.append(warn(i + 1, kind))
-    results = []
-    for propagate in (numba_compile_time.numba_propagate, type(network).propagate):
-        inference = python_types.SimpleNamespace(warnings=errors.WarningsFixer(errors.NumbaWarning))
-        fixer = inference.warnings
-        with warnings.catch_warnings(record=True) as others, numba_passes.compiling_kernel:
-            warnings.simplefilter("always")
-            failed = propagate(network, inference)
-        assert inference.warnings is fixer
-        lines = [(str(other.message), other.category, other.lineno) for other in others]
-        results.append((dict(fixer._warnings), lines, [str(each) for each in failed]))
-    assert results[0] == results[1]
-    assert set(results[0][0]) == {("file.py", 1, kinds[0]), ("file.py", 2, kinds[1])}
-    assert len(results[0][1]) == len(results[0][2]) == 1
