@@ -98,15 +98,25 @@ def __getattr__(name: str) -> Any:
 
 
 def compile_early() -> None:
-    """Start to compile the thread pool in a child, while this process imports the engine.
+    """Start to compile what all models need in children, while this process imports the engine.
 
     With a full kernel cache it does nothing; see `nbflow_kernels.cpu.compile_processes`.
     """
     from nbflow_kernels.cpu.compile_processes import compile_in_processes, may_fork
     from nbflow_kernels.cpu.thread_pool import pool_tasks
 
-    if may_fork():
-        compile_in_processes(pool_tasks())
+    tasks = pool_tasks() if may_fork() else []
+    if tasks:  # loading needs the pool first
+        compile_in_processes([*tasks, _compile_schedule])
+
+
+def _compile_schedule() -> None:
+    """Compile the schedule of attention; imports its package, which the parent does meanwhile."""
+    from nbflow_kernels.attention.cpu.precompile import schedule_task
+
+    task = schedule_task()
+    if task is not None:
+        task()
 
 
 def __dir__() -> list[str]:

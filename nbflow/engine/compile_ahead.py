@@ -43,5 +43,7 @@ def sampling_tasks() -> list[Task]:
     with capture() as seen:
         log_probabilities(logits, tokens, np.zeros((1, 1)))
         Greedy().launch(logits, np.zeros(1, np.uint64), np.zeros(1, np.uint64), tokens)
-    made = (missing_kernel(call.kernel, signature_of(call)) for call in seen.calls)
+    made = (
+        missing_kernel(call.kernel, signature_of(call), from_python=True) for call in seen.calls
+    )
     return [task for task in made if task is not None]

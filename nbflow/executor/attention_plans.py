@@ -16,7 +16,7 @@ from nbflow_kernels.attention.cpu.variants import set_variant
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.attention.plan_layout import SLOPES, SPLIT
 from nbflow_kernels.attention.variants import find_variant
-from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.graph import GraphNode
 from nbflow_kernels.cpu.parallel_for import get_num_threads
 from nbflow_kernels.position import alibi_slopes
@@ -133,5 +133,8 @@ def _plan_step(
     n_shares: Any, n_merges: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """Plan a step into preallocated tables."""
-    _, merged, shared, _, _ = schedule(header, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads)
+    _, merged, shared, _, _ = schedule(
+        simd.address(header), simd.address(qo_indptr), simd.address(kv_indptr),
+        simd.address(kv_indices), simd.address(kv_lens), len(kv_lens), n_threads,
+    )  # fmt: skip
     n_shares[0], n_merges[0] = shared, merged

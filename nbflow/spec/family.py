@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,20 @@ def _served() -> dict[str, str]:
     }
 
 
+@lru_cache(64)
+def _server_of(model_type: str) -> str | None:
+    """Return the name of the family of a ``model_type``, None if there is none.
+
+    Parses the file that lists it; parsing all takes 50 ms.
+    """
+    word = re.escape(model_type.encode("utf-8", "surrogatepass"))
+    listed = re.compile(rb'^model_types *=[^\]]*"%b"' % word, re.MULTILINE)
+    for name, path in _files().items():
+        if listed.search(path.read_bytes()) and model_type in _read(path).get("model_types", []):
+            return name
+    return _served().get(model_type)
+
+
 @cache
 def _read(path: Path) -> dict[str, Any]:
     return read_toml(path)
@@ -210,7 +224,8 @@ def _find(name: str, where: str, beside: Path | None) -> Path:
 
 def family_of(model_type: Any, where: str) -> Family:
     """Return the family of a ``model_type``."""
-    if not isinstance(model_type, str) or model_type not in _served():
+    name = _server_of(model_type) if isinstance(model_type, str) else None
+    if name is None:
         of_gguf = str(model_type).startswith("gguf-")
         available = [kind for kind in _served() if kind.startswith("gguf-") == of_gguf]
         raise UsageError(
@@ -218,7 +233,7 @@ def family_of(model_type: Any, where: str) -> Family:
             'how to read another one, most shortly with extends = "FAMILY" '
             "(docs/bring_your_own_architecture.md)"
         )
-    return get_family(_served()[model_type], where)
+    return get_family(name, where)
 
 
 def family_of_config(config: Mapping[str, Any], where: str) -> Family:
@@ -229,8 +244,8 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     """
     kind, text = config.get("model_type"), config.get("text_config")
     inner = text.get("model_type") if isinstance(text, Mapping) else None
-    is_known = isinstance(kind, str) and kind in _served()
-    in_text = not is_known and isinstance(inner, str) and inner in _served()
+    is_known = isinstance(kind, str) and _server_of(kind) is not None
+    in_text = not is_known and isinstance(inner, str) and _server_of(inner) is not None
     return family_of(inner if in_text else kind, where)
 
 

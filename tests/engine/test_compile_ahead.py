@@ -39,13 +39,16 @@ def test_kernels_call_only_functions_of_the_digest(module):
 
 
 def test_the_pool_is_compiled_while_the_engine_is_imported(monkeypatch):
-    asked, given = [], []
+    asked, given, compiled = [], [], []
     monkeypatch.setattr(CachedKernel, "is_cached", lambda self, sig: asked.append(self))
+    monkeypatch.setattr(CachedKernel, "compile", lambda self, sig: compiled.append(self))
     monkeypatch.setattr(compile_processes, "may_fork", lambda: True)
     monkeypatch.setattr(compile_processes, "compile_in_processes", given.extend)
     nbflow.compile_early()
     assert asked == [thread_pool._serve, thread_pool._announce]
-    assert [task.func.__self__ for task in given] == asked
+    for task in given:
+        task()
+    assert compiled == asked == [thread_pool._serve, thread_pool._announce, schedule]
 
 
 @pytest.mark.parametrize(

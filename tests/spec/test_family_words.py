@@ -10,7 +10,7 @@ import pytest
 
 from nbflow.checkpoint.readers.gguf import config_of
 from nbflow.program import build
-from nbflow.spec import resolve
+from nbflow.spec import family, resolve
 from nbflow.spec.family import family_of_config, load_family
 from nbflow.spec.from_config import build_spec
 from nbflow_kernels.errors import UsageError
@@ -21,9 +21,9 @@ FOLDER = Path(__file__).parents[1] / "golden" / "families"
 def changed(name, tmp_path, text):
     """Return the spec of a golden model whose family is extended by some text."""
     config = json.loads((FOLDER / name / "config.json").read_text())
-    family = family_of_config(config, "config.json").name
+    base = family_of_config(config, "config.json").name
     path = tmp_path / "changed.toml"
-    path.write_text(f'description = "changed"\nextends = "{family}"\n{text}\n')
+    path.write_text(f'description = "changed"\nextends = "{base}"\n{text}\n')
     found = load_family(path)
     return build_spec(found, config, name=name, where="config.json", checkpoint_tensors=None)
 
@@ -115,6 +115,14 @@ def test_a_multimodal_model_is_its_text_model():
             family_of_config(bad, "config.json")
 
 
+def test_the_family_of_a_model_is_found_without_parsing_the_others(monkeypatch):
+    wanted = {kind: family._served()[kind] for kind in ("llama", "gguf-llama", "Yi", "t5")}
+    monkeypatch.setattr(family, "_served", dict)
+    family._server_of.cache_clear()
+    assert {kind: family._server_of(kind) for kind in wanted} == wanted
+    assert family._server_of('lla"]\ud800') is None
+
+
 def test_the_base_of_hunyuans_frequencies():
     spec = resolve(FOLDER / "hunyuan").spec
     assert spec.rope.scaling is None
@@ -137,8 +145,8 @@ def test_tensors_say_the_kind_of_each_layer():
         for i in range(70)
     ]
     config = config_of(metadata)
-    family = family_of_config(config, "x.gguf")
-    spec = build_spec(family, config, name="x", where="x.gguf", checkpoint_tensors=names)
+    found = family_of_config(config, "x.gguf")
+    spec = build_spec(found, config, name="x", where="x.gguf", checkpoint_tensors=names)
     assert spec.n_kv_heads == 2
     assert spec.moe.layers == {i for i in range(70) if experts[i]}
     kinds = [kind.mixer[0] for kind in spec.layer_kinds]
@@ -146,7 +154,7 @@ def test_tensors_say_the_kind_of_each_layer():
     assert [i for i, kind in enumerate(kinds) if kind == "none"] == sorted(spec.moe.layers)
     with pytest.raises(UsageError, match="layer_types: must be one of"):
         build_spec(
-            family, config, name="x", where="x.gguf", checkpoint_tensors=[*names[:-1], "other"]
+            found, config, name="x", where="x.gguf", checkpoint_tensors=[*names[:-1], "other"]
         )
 
 

@@ -283,10 +283,11 @@ def plan_into(
     checked nor copied.
     """
     n_threads = min(get_num_threads() * plan.shares_per_thread, MAX_THREADS)
+    step = tuple(map(address_of, (qo_indptr, kv_indptr, kv_indices, kv_lens)))
     may_split = plan.header[at.MAY_SPLIT]
     while True:
         n_items, n_merges, n_shares, n_partials, work = schedule(
-            plan.header, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads
+            address_of(plan.header), *step, len(kv_lens), n_threads
         )
         if not plan.workspace_holds(n_partials):
             plan.header[at.MAY_SPLIT] = 0  # the bits are the same

@@ -29,7 +29,7 @@ from typing import Any
 
 from nbflow_kernels.cpu.cpu_quota import available_cores
 from nbflow_kernels.cpu.fork import in_child
-from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
+from nbflow_kernels.cpu.graph import CpuGraph, GraphNode, call_with_integers
 from nbflow_kernels.cpu.splits import count_parts, part
 from nbflow_kernels.cpu.thread_pool import ThreadPool
 from nbflow_kernels.errors import UsageError
@@ -305,7 +305,9 @@ def parallel_for(
     started = time.perf_counter() if _local.profile is not None else 0.0
     pool = _acquire_pool(n, _local.n_threads is not None) if parts > 1 else None
     if pool is None:
-        kernel(*args, 0, n_rows)
+        # kernels of packing are called in chunks only
+        if not (_local.in_chunk and call_with_integers(kernel, args, n_rows)):
+            kernel(*args, 0, n_rows)
     else:
         try:
             pool.run(kernel, 0, n_rows, parts, *args, tile=tile)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.cpu import jit, simd
 from nbflow_kernels.cpu.parallel_for import parallel_for
-from nbflow_kernels.cpu.simd_memory import read_f16, read_u16
+from nbflow_kernels.cpu.simd_memory import address_of, read_f16, read_u16, write_f32
 from nbflow_kernels.formats.bit_fields import pack_blocks, unpack_field
 from nbflow_kernels.formats.codec_spec import (
     CodecSpec,
@@ -196,22 +196,25 @@ def _halves(field: Field, rows: Bytes, block_bytes: int) -> Floats:
     """Read a field of float16 from rows of blocks as float32 (rows, blocks * field.n)."""
     out = np.empty((len(rows), rows.shape[1] // block_bytes * field.n), np.float32)
     at, work = field.planes[0].at, 4.0 * out.size
-    parallel_for(_read_halves, len(rows), work, rows, at, field.n, block_bytes, out)
+    parallel_for(
+        _read_halves, len(rows), work, address_of(rows) + at, rows.strides[0], field.n, block_bytes,
+        address_of(out), out.shape[1],
+    )  # fmt: skip
     return out
 
 
 @jit.kernel(unroll=False)
-def _read_halves(data, at, n, block_bytes, out, start, stop):
-    """Read `n` float16 from byte `at` of each block of rows [start, stop)."""
+def _read_halves(first, row_bytes, n, block_bytes, out, n_columns, start, stop):
+    """Read `n` float16 of each block of rows [start, stop), at address `first` in the first."""
     for row in range(start, stop):
-        begin = simd.address(data[row]) + at
-        for i in range(out.shape[1]):
-            place = begin + i // n * block_bytes + 2 * (i % n)
+        to = out + 4 * n_columns * row
+        for i in range(n_columns):
+            place = first + row * row_bytes + i // n * block_bytes + 2 * (i % n)
             number = read_f16(place)
             if number != number:  # the processor would change the payload
                 sign, payload = read_u16(place) >> 15, read_u16(place) & 0x3FF
                 number = simd.bits_to_float(sign << 31 | 0x7F800000 | payload << 13)
-            out[row, i] = number
+            write_f32(to + 4 * i, number)
 
 
 # ---- a float scale per block, and integer scales ------------------------------------------------

@@ -43,11 +43,14 @@ from nbflow_kernels.cpu.simd_memory import (
     address_of,
     allocate,
     read_f16,
+    read_f32,
     read_i32,
     read_word,
     release,
     write_f16,
+    write_i64,
 )
+from nbflow_kernels.cpu.simd_narrow import write_u16
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.formats.codec_spec import CodecSpec, DecodedBlocks, ReadRows, has_floats
 
@@ -440,8 +443,11 @@ def stored_floats(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDAr
 
 def _halves(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Convert floats to float16 bits, or raise `Misfit`."""
-    halves = np.empty(numbers.shape, np.uint16)
-    if _narrow(np.ascontiguousarray(numbers).reshape(-1), halves.reshape(-1)):
+    halves, changes = np.empty(numbers.shape, np.uint16), np.zeros(1, np.int64)
+    numbers = np.ascontiguousarray(numbers)
+    addresses = address_of(numbers), address_of(halves), address_of(changes)
+    parallel_for(_narrow, numbers.size, 2.0 * numbers.size, *addresses)
+    if changes[0]:
         raise _inexact("f16")
     return halves
 
@@ -451,18 +457,17 @@ def _inexact(d_type: str) -> Misfit:
 
 
 @jit.kernel(unroll=False)
-def _narrow(numbers, halves):
-    """Write float32 as float16 bits; return whether a number changes."""
-    changed = False
-    for i in range(len(numbers)):
-        at = simd.address(halves) + 2 * i
-        write_f16(at, numbers[i])
-        if numbers[i] != numbers[i]:  # the processor would change the payload
-            bits = read_i32(simd.address(numbers) + 4 * i)
-            halves[i] = ((bits >> 16) & 0x8000) | 0x7C00 | max((bits >> 13) & 0x3FF, 1)
-        elif read_f16(at) != numbers[i]:
-            changed = True
-    return changed
+def _narrow(numbers, halves, changes, start, stop):
+    """Write float32 as float16 bits; set the int64 at `changes` to 1 if a number changes."""
+    for i in range(start, stop):
+        number, at = read_f32(numbers + 4 * i), halves + 2 * i
+        write_f16(at, number)
+        if number != number:  # the processor would change the payload
+            bits = read_i32(numbers + 4 * i)
+            payload = (bits >> 13) & 0x3FF
+            write_u16(at, ((bits >> 16) & 0x8000) | 0x7C00 | payload | (payload == 0))
+        elif read_f16(at) != number:
+            write_i64(changes, 1)
 
 
 @jit.kernel(unroll=False)

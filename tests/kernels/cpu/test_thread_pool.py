@@ -16,6 +16,7 @@ from forked_child import in_forked_child
 from nbflow_kernels.cpu import atomics, jit, parallel_for, thread_pool
 from nbflow_kernels.cpu import graph as calls_module
 from nbflow_kernels.cpu.graph import CpuGraph, GraphNode
+from nbflow_kernels.cpu.simd_memory import write_i64
 from nbflow_kernels.cpu.thread_pool import ThreadPool
 
 WAIT_S = 60.0
@@ -137,6 +138,28 @@ def test_error_with_values_that_are_not_in_the_machine_code_names_the_kernel() -
 def test_error_that_is_not_known_names_the_kernel() -> None:
     unknown = calls_module.error_of(calls_module._UNKNOWN, _add_one)
     assert str(unknown) == "kernel _add_one failed in a CPU graph with an unknown error"
+
+
+@jit.kernel
+def _write_sums(out, pair, _nothing, start, stop):  # type: ignore[no-untyped-def]
+    if pair[0] < 0:
+        raise ValueError("negative")
+    for i in range(start, stop):
+        write_i64(out + 8 * i, pair[0] + pair[1] + i)
+
+
+def test_kernels_of_integers_are_called_without_an_entry_point() -> None:
+    out = np.zeros(3, np.int64)
+    call = calls_module.call_with_integers
+    assert call(_write_sums, (out.ctypes.data, (2**62, 1), None), 3)
+    assert out.tolist() == [2**62 + 1 + i for i in range(3)]
+    assert not _write_sums._entries
+    with pytest.raises(ValueError, match="negative") as caught:
+        call(_write_sums, (0, (-1, 0), None), 0)
+    assert caught.value.__notes__ == ["raised by kernel _write_sums in a CPU graph"]
+    for other in ((out, (0, 1), None), (1.0, (0, 1), None), (0, (0, np.int64(1)), None)):
+        assert not call(_write_sums, other, 3)
+    assert not call(_write_sums.py_func, (out.ctypes.data, (5, 1), None), 3)
 
 
 # ---- sharing of pools ---------------------------------------------------------------------

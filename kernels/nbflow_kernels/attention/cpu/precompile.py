@@ -5,8 +5,6 @@ Attention takes a third of the time that an empty kernel cache costs before a mo
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import types
 
@@ -41,13 +39,16 @@ def attention_tasks(
     int8_scores : bool
         Scores are products of int8 where the cache allows it (`launch.has_int8_scores`).
     """
-    tables: Any = (types.int64[::1], *4 * (types.int32[::1],), types.int64)
     calls = [_attention(kinds, dims, has_extras, int8_scores, n) for n in (1, at.TILE_VECTORS)]
     calls.append(_append(kinds, dims))
-    wanted = {(call.kernel, signature_of(call)): False for call in calls}
-    wanted[schedule, tables] = True  # called from Python, too
-    made = (missing_kernel(*each, from_python) for each, from_python in wanted.items())
+    wanted = dict.fromkeys((call.kernel, signature_of(call)) for call in calls)
+    made = (*(missing_kernel(*each) for each in wanted), schedule_task())
     return [task for task in made if task is not None]
+
+
+def schedule_task() -> Task | None:
+    """Return the compilation of the schedule, equal for all models; None if the cache has it."""
+    return missing_kernel(schedule, 7 * (types.int64,), from_python=True)
 
 
 def _attention(
