@@ -102,7 +102,11 @@ def _plan(arguments: argparse.Namespace) -> MemoryPlan:
 
 def load_options(arguments: argparse.Namespace) -> LoadOptions:
     """Return the options of `nbflow.load` from the arguments."""
-    return LoadOptions(**given_options(LoadOptions, arguments))
+    options = LoadOptions(**given_options(LoadOptions, arguments))
+    for name in {"optimize", "machine"} & options.given().keys():
+        if options.partition != "auto":
+            raise UsageError(f"--{name} is for --partition auto, got {options.partition!r}")
+    return options
 
 
 def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.LLM:

@@ -101,8 +101,9 @@ def decoding_values(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _schema(path: str) -> Any:
+    text = read_argument(path)
     try:
-        return json.loads(read_argument(path))
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: is not JSON: {error}") from None
 

@@ -234,6 +234,7 @@ def test_formats_of_keys_and_values(arguments, kv):
         ),
         (["run", "tiny_python", "--quantizer", "hadamard", "--plan"], "need a weight format"),
         (["run", "tiny_python", "--logprobs", "1"], "--logprobs needs --json"),
+        (["run", "tiny_python", "--machine", "h200x8"], "--machine is for --partition auto"),
         (["run", "tiny_python", "--n-draft", "3"], "n_draft needs a smaller model or 'ngram'"),
         (["run", "tiny_python", "--draft-weights", "q4"], "draft_weights needs a smaller model"),
         (["spec", "tiny_python", "--partition", "0&1"], "--partition needs --program"),

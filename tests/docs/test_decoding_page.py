@@ -86,7 +86,7 @@ def test_command_lines(tmp_path):
     assert parsed("--json-schema", str(tmp_path / "s.json")) == {"json_schema": {"type": "integer"}}
     (tmp_path / "bad.json").write_text("{")
     for arguments, message in (
-        (("--json-schema", str(tmp_path / "none")), "cannot be read"),
+        (("--json-schema", str(tmp_path / "none")), r"^\S+none: cannot be read"),
         (("--json-schema", str(tmp_path / "bad.json")), "is not JSON"),
         (("--logit-bias", "5"), "must be ID=BIAS"),
     ):

@@ -196,8 +196,9 @@ def _command(chat: Chat, line: str) -> None:
 def _send_file(client: HttpClient, arguments: argparse.Namespace) -> int:
     """Send a request from a file and print the response."""
     name = arguments.request
+    text = read_argument(name)
     try:
-        body = json.loads(read_argument(name))
+        body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{name}: not valid JSON: {error}") from error
     if not isinstance(body, dict):
