@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 
 import pytest
@@ -49,6 +50,23 @@ def test_the_pool_is_compiled_while_the_engine_is_imported(monkeypatch):
     for task in given:
         task()
     assert compiled == asked == [thread_pool._serve, thread_pool._announce, schedule]
+
+
+def test_the_collector_is_off_while_the_engine_is_imported(monkeypatch):
+    seen = []
+    monkeypatch.setattr(nbflow, "compile_early", lambda: seen.append(gc.isenabled()))
+    assert gc.isenabled()
+    assert nbflow.__getattr__("load") is nbflow.load
+    gc.disable()
+    try:
+        nbflow.__getattr__("load")
+        assert seen[0] is seen[-1] is gc.isenabled() is False
+    finally:
+        gc.enable()
+    with pytest.raises(AttributeError, match="no attribute 'lod'"):
+        nbflow.__getattr__("lod")
+    nbflow.__getattr__("load")
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(
