@@ -18,8 +18,8 @@ measured at first, and again if its measurement has another version; rows of ano
 out).
 
 ``choices`` measures, for two limits and two batches, the plan and the best plans with each other
-partition; ``table`` (FOLDER/README.md) compares the plan with the fastest of them and of the points
-within the limit: the regret is the speed that the fastest one has above the plan's.
+partition, in turn; ``table`` (FOLDER/README.md) compares the plan with the fastest of them and of
+the points within the limit: the regret is the speed that the fastest one has above the plan's.
 
 Each measurement of speed has a fixed product on both ranks before and after it (`probe_s`), and
 reads of memory (`read_bytes_per_s`).  Where the product takes over `DISTURBED` times as long as the
@@ -39,6 +39,7 @@ because a model that fits into the caches is faster than its memory.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -247,7 +248,12 @@ class Run:
                 break
             if missing:
                 formats, kv = self._choice(seed)
-                self._measure_speed(machine, "speed", formats, kv, partition, missing, seed=seed)
+                with self._load(formats, kv, partition) as loaded:
+                    for case in missing:
+                        found = self._time(machine, loaded, *case)
+                        self._write_speed(
+                            machine, formats, kv, partition, case, *found, what="speed", seed=seed
+                        )
 
     def _measure_kld(
         self, probe: DivergenceProbe, seed: int, formats: dict[str, str], kv: str
@@ -263,37 +269,38 @@ class Run:
         }  # fmt: skip
         self._append(row)
 
-    def _measure_speed(
-        self, machine: Machine, what: str, formats: dict[str, str], kv: str, partition: str,
-        cases: Sequence[tuple[int, int]], **more: Any,
+    def _load(self, formats: dict[str, str], kv: str, partition: str) -> Any:
+        """Return the model with a choice of formats and a partition, one thread for each rank."""
+        return nbflow.load(
+            self._model, weights=WeightFormats(tuple(formats.items()), {}), kv=kv,
+            partition=partition, quantizer=QUANTIZER, activations=ACTIVATIONS, threads=1,
+            max_context=512,
+        )  # fmt: skip
+
+    def _write_speed(
+        self, machine: Machine, formats: dict[str, str], kv: str, partition: str,
+        case: tuple[int, int], taken: Sequence[Times], state: MachineState, **more: Any,
     ) -> None:  # fmt: skip
-        """Measure a choice with each batch and length of the prompts."""
-        weights = WeightFormats(tuple(formats.items()), {})
-        model = planned_model(self._model, weights)
+        """Write the row of a choice with a batch and a length of the prompts."""
+        batch, prompt = case
+        row = {
+            "predictor": VERSION, "kv": kv, "partition": partition, "batch": batch,
+            "prompt": prompt, "bits": self._bits(formats),
+            "prefill_s": lower_quartile([t.prefill_s for t in taken]),
+            "decode_s": lower_quartile([t.step_s for t in taken]),
+            "decode_s_of_all": [t.step_s for t in taken], **vars(state), **more,
+        }  # fmt: skip
+        model = planned_model(self._model, WeightFormats(tuple(formats.items()), {}))
         config = RunConfig(kv=kv, activations=ACTIVATIONS)
-        with nbflow.load(
-            self._model, weights=weights, kv=kv, partition=partition, quantizer=QUANTIZER,
-            activations=ACTIVATIONS, threads=1, max_context=512,
-        ) as loaded:  # fmt: skip
-            for batch, prompt in cases:
-                taken, state = self._time(machine, loaded, prompt, batch)
-                row = {
-                    "what": what, "predictor": VERSION, "kv": kv, "partition": partition,
-                    "batch": batch, "prompt": prompt, "bits": self._bits(formats),
-                    "prefill_s": lower_quartile([t.prefill_s for t in taken]),
-                    "decode_s": lower_quartile([t.step_s for t in taken]),
-                    "decode_s_of_all": [t.step_s for t in taken], **vars(state), **more,
-                }  # fmt: skip
-                now = machine.at_bandwidth(state.read_bytes_per_s)
-                workload = Workload(batch, prompt, GENERATE)
-                for suffix, known in (("", machine), ("_now", now)):
-                    found = predict(model, partition, known, workload, config)
-                    row[f"predicted_prefill_s{suffix}"] = found.prefill_s
-                    row[f"predicted_decode_s{suffix}"] = found.decode_s
-                self._append(row)
+        now = machine.at_bandwidth(state.read_bytes_per_s)
+        for suffix, known in (("", machine), ("_now", now)):
+            found = predict(model, partition, known, Workload(batch, prompt, GENERATE), config)
+            row[f"predicted_prefill_s{suffix}"] = found.prefill_s
+            row[f"predicted_decode_s{suffix}"] = found.decode_s
+        self._append(row)
 
     def _time(
-        self, machine: Machine, loaded: Any, prompt: int, batch: int
+        self, machine: Machine, loaded: Any, batch: int, prompt: int
     ) -> tuple[list[Times], MachineState]:
         """Return the least disturbed repetitions, and the state of the machine around them."""
         time_both(loaded, prompt, 2, batch)
@@ -325,22 +332,48 @@ class Run:
     def _measure_choices(self, machine: Machine) -> None:
         """Measure the plan for each limit and batch, and the best plans of other partitions."""
         probe = self._probe(1)
-        rows = [r for r in rows_of(self._folder) if r["what"] == "choices"]
-        done = {(r["limit"], r["batch"], r["partition"]) for r in rows}
+        done = {(r["limit"], r["batch"]) for r in rows_of(self._folder) if r["what"] == "choices"}
         for limit, batch in itertools.product(LIMITS, CHOICE_BATCHES):
+            if time.monotonic() >= self._end or (limit, batch) in done:
+                continue
             plans = list(self._plans(machine, limit, batch))
             best = min(plans, key=lambda plan: plan.prediction.decode_s)
-            for plan in plans:
-                partition = plan.prediction.partition
-                if time.monotonic() >= self._end or (limit, batch, partition) in done:
-                    continue
+            case = batch, CHOICE_PROMPT
+            for plan, taken, state in self._in_turn(machine, plans, case):
                 weights = WeightFormats(tuple(plan.formats.items()), {})
                 kv = f"{plan.keys}/{plan.values}"
                 kld = probe.measure(weights=weights, kv=kv, quantizer=QUANTIZER).kld
-                self._measure_speed(
-                    machine, "choices", plan.formats, kv, partition, [(batch, CHOICE_PROMPT)],
-                    limit=limit, chosen=plan is best, kld=kld,
+                self._write_speed(
+                    machine, plan.formats, kv, plan.prediction.partition, case, taken, state,
+                    what="choices", limit=limit, chosen=plan is best, kld=kld,
                 )  # fmt: skip
+
+    def _in_turn(
+        self, machine: Machine, plans: Sequence[JointPlan], case: tuple[int, int]
+    ) -> list[tuple[JointPlan, list[Times], MachineState]]:
+        """Measure plans in several rounds, so that a change of the machine meets all of them."""
+        found: list[list[tuple[list[Times], MachineState]]] = [[] for _ in plans]
+        with contextlib.ExitStack() as stack:
+            models = [
+                stack.enter_context(
+                    self._load(
+                        plan.formats, f"{plan.keys}/{plan.values}", plan.prediction.partition
+                    )
+                )
+                for plan in plans
+            ]
+            for _ in range(ROUNDS):
+                for rounds, model in zip(found, models, strict=True):
+                    rounds.append(self._time(machine, model, *case))
+        fastest_s = self._probe_machine.fastest_s
+        return [
+            (
+                plan,
+                [times for taken, _ in rounds for times in taken],
+                max((state for _, state in rounds), key=lambda each: each.disturbance(fastest_s)),
+            )
+            for plan, rounds in zip(plans, found, strict=True)
+        ]
 
     def _plans(self, machine: Machine, limit: float, batch: int) -> Iterator[JointPlan]:
         """Yield the fastest plan with each possible partition for a limit of the divergence."""
