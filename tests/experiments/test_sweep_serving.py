@@ -22,8 +22,6 @@ BASE = {
     "min_repetition_s": ["0"],
     "warmup": ["0"],
     "threads": ["1"],
-    "eval_tokens": ["512"],
-    "eval_window": ["128"],
 }
 
 
