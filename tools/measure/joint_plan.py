@@ -23,11 +23,11 @@ the points within the limit: the regret is the speed that the fastest one has ab
 
 Each measurement of speed has a fixed product on both ranks before and after it (`probe_s`), and
 reads of memory (`read_bytes_per_s`).  Where the product takes over `DISTURBED` times as long as the
-fastest one of the run, other programs or guests of the host were at work.  Some hosts move a
-guest's cores between chips, with caches and links to the memory of their own, which changes its
-bandwidth by half within seconds: where it is by `OTHER_MEMORY` above or below that of
-FOLDER/machine.toml, the machine is not the measured one.  In both cases the measurement is
-repeated, at most `TRIES` times; the table has lines for all rows and for those that remain.  Each
+fastest one of the run, other programs or guests of the host were at work.  The bandwidth of a
+virtual machine may change by half within seconds (perhaps its cores move to other chips): where it
+is by `OTHER_MEMORY` above or below that of FOLDER/machine.toml, the machine is not the measured
+one.  In both cases the measurement is repeated, at most `TRIES` times; the table has lines for all
+rows and for those that remain.  Each
 row has the predictions for the machine as described, and for the memory bandwidth that was measured
 before and after it (`Machine.at_bandwidth`).
 
