@@ -27,9 +27,8 @@ fastest one of the run, other programs or guests of the host were at work.  The 
 virtual machine may change by half within seconds (perhaps its cores move to other chips): where it
 is by `OTHER_MEMORY` above or below that of FOLDER/machine.toml, the machine is not the measured
 one.  In both cases the measurement is repeated, at most `TRIES` times; the table has lines for all
-rows and for those that remain.  Each
-row has the predictions for the machine as described, and for the memory bandwidth that was measured
-before and after it (`Machine.at_bandwidth`).
+rows and for those that remain.  Each row has the predictions for the machine as described, and for
+the memory bandwidth that was measured before and after it (`Machine.at_bandwidth`).
 
 Rows are appended to FOLDER/rows.jsonl; a run goes on with the next point.  MODEL may be
 ``random``: 90 million random weights with the tokenizer of tiny_python, made in a temporary folder,
